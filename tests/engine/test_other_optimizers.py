@@ -153,6 +153,35 @@ def an_operation_that_mixes_rows_up_names_the_optimizer_and_the_ways_out(rank, w
         assert torch.equal(model.out.weight.view(-1), model.out.weight.full_tensor().view(-1)), "outside of a step"
 
 
+class Exhausted(torch.optim.Optimizer):
+    """Its step fails, and not because of the engine."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        if closure is not None:
+            closure()
+        self.param_groups[0]["params"][0].mul_(1.0)
+        raise torch.OutOfMemoryError("out of memory")
+
+
+def a_step_that_raised_is_over_when_the_next_forward_begins(rank, world):
+    model = sharded_chain()
+    optimizer = fully_shard_optimizer(Exhausted(model.parameters()))
+    for closure in ({}, {"closure": lambda: None}):
+        loss_of(model, inputs(0)).backward()
+        with pytest.raises(torch.OutOfMemoryError):
+            optimizer.step(**closure)
+        with torch.no_grad():
+            with pytest.raises(EngineStateError, match="view: Exhausted calls it in its step on parameter"):
+                model.out.weight.view(-1)
+            model.out.weight.view(-1)  # which said that the step is over
+            loss_of(model, inputs(0))
+            model.out.weight.view(-1)
+
+
 def an_operation_in_a_closure_is_not_said_to_be_the_optimizers(rank, world):
     for offload in (None, "optimizer"):
         model = sharded_chain(offload=offload)
@@ -234,7 +263,8 @@ def a_compiled_step_works_on_rows_and_says_so_where_it_meets_dtensors(rank, worl
     optimizer = fully_shard_optimizer(Compiled(model.parameters(), lr=0.1))
     loss_of(model, inputs(0)).backward()
     with pytest.raises(
-        Exception, match=r"torch.compile traces the sharded rows .* in the step of Compiled.*elementwise=True"
+        Exception,
+        match=r"torch.compile traces the sharded rows .* An optimizer whose step is compiled .*elementwise=True",
     ):
         optimizer.step()
     torch._dynamo.reset()
@@ -443,6 +473,7 @@ TWO = (
     a_closure_that_is_called_again_in_a_step_finds_the_weights_written_since,
     what_needs_whole_tensors_is_refused_with_the_ways_out,
     an_operation_that_mixes_rows_up_names_the_optimizer_and_the_ways_out,
+    a_step_that_raised_is_over_when_the_next_forward_begins,
     an_operation_in_a_closure_is_not_said_to_be_the_optimizers,
     dtensors_of_a_users_own_meet_parameters_where_they_are_of_equal_parts,
     dtensors_that_no_parameter_of_the_operation_explains_are_refused,

@@ -116,6 +116,7 @@ class Context:
         keeps_graph: The current or last backward keeps its graph for another one.
         outermost_task: Autograd's number of it; what is recomputed in it may run others.
         shown_averages: Averages that currently replace main weights (ema.py).
+        stepping: Class of the optimizer whose own code works on sharded tensors now. One that raised is forgotten when a forward begins.
         trace: Trace of the step that is running, if its gathers will be repeated.
     """
 
@@ -148,6 +149,7 @@ class Context:
         self.needs_refresh = True
         self.weight_writes = self.gradient_writes = 0
         self.unfinished_steps: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self.stepping = ""
         self.schedule = Schedule()
         self._grouped: GroupedModules | None = None  # modules of one unit that run one after the other, at the moment
         self._in_backward = self.keeps_graph = False  # a backward was noticed and has not ended

@@ -28,7 +28,6 @@ from lightning_mfsdp.engine.core.number import Number
 from lightning_mfsdp.engine.core.placed_tensor import PlacedTensor
 from lightning_mfsdp.engine.core.rows_exchange import lie_alike, rows_where
 from lightning_mfsdp.engine.core.sharded_reductions import REDUCTIONS, foreach_norms, reduce_rows
-from lightning_mfsdp.engine.core.stepping import OPTIMIZER_ADVICE, stepping_optimizer
 from lightning_mfsdp.engine.core.whole_view import WholeView, in_memory_of
 
 __all__ = ["LayoutError", "assign_data", "refuse_gradient", "refuse_layout", "run"]
@@ -44,6 +43,13 @@ _ELEMENTWISE_FAMILIES = ("_foreach_", "_fused_adam", "_fused_adagrad", "_fused_s
 _NOT_ELEMENTWISE = frozenset(("_foreach_max", "_foreach_norm", "_foreach_mm", "_foreach_powsum"))
 # Operations that return views.
 _VIEWS = frozenset(("alias", "detach"))
+
+
+_OPTIMIZER_ADVICE = (
+    "An optimizer that treats every number by itself works on plain rows: call fully_shard_optimizer(optimizer, elementwise=True), under "
+    'Lightning in configure_optimizers. One that needs whole tensors works where they are whole: sharding="no_shard" without offload and '
+    "without a tensor axis"
+)
 
 
 class LayoutError(EngineStateError):
@@ -248,18 +254,18 @@ def _settled(tensor: DTensor, like: PlacedTensor | None, *, is_written: bool = F
     for dim in range(mesh.ndim):
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
     is_unequal, does_not_fit, is_untold, is_strips, lies_elsewhere = map(bool, found.tolist())
-    optimizer, is_refused = stepping_optimizer(), is_unequal
+    stepping, is_refused = "" if like is None else like.stepping, is_unequal
     if like is not None and not does_not_fit:
         is_of_rows = is_unequal or is_untold
-        is_refused = is_of_rows or (lies_elsewhere and optimizer is not None)
+        is_refused = is_of_rows or (lies_elsewhere and bool(stepping))
         if (is_of_rows and not is_strips) or (is_refused and not is_written and _is_one_number(local, mesh)):
             made: PlacedTensor = _rows(local, like)
             return made
     if is_refused:
-        where = f" in the step of {type(optimizer).__name__}" if optimizer is not None else ""
+        where = f" in the step of {stepping}" if stepping else ""
         raise LayoutError(
             f"a DTensor of shape {tuple(tensor.shape)}{where} has other rows than DTensor gives each rank, or may have; make it by "
-            f"torch.zeros_like(parameter). {OPTIMIZER_ADVICE}"
+            f"torch.zeros_like(parameter). {_OPTIMIZER_ADVICE}"
         )
     return tensor
 
@@ -461,11 +467,10 @@ def _refuse_written(name: str, tensor: Tensor, like: PlacedTensor) -> None:
 
 def refuse_layout(name: str, operand: PlacedTensor) -> NoReturn:
     """Raise: the operation addresses rows by their position."""
-    optimizer = stepping_optimizer()
-    if optimizer is not None:
+    if operand.stepping:
         raise LayoutError(
-            f"{name}: {type(optimizer).__name__} calls it in its step on parameter {operand.described}, whose rows are sharded in parts "
-            f"that differ in length, and it would mix them up. {OPTIMIZER_ADVICE}"
+            f"{name}: {operand.stepping} calls it in its step on parameter {operand.described}, whose rows are sharded in parts "
+            f"that differ in length, and it would mix them up. {_OPTIMIZER_ADVICE}"
         )
     raise LayoutError(
         f"{name}: parameter {operand.described} is sharded by rows in parts that differ in length, which this operation would mix up; "

@@ -41,7 +41,6 @@ from lightning_mfsdp.engine.core.sharded_arithmetic import (
     refuse_layout,
     run,
 )
-from lightning_mfsdp.engine.core.stepping import OPTIMIZER_ADVICE, stepping_optimizer
 from lightning_mfsdp.engine.core.torch_functions import computes, copies, describes, makes_alike, writes_by_position
 from lightning_mfsdp.engine.core.whole_view import WholeView, with_views
 
@@ -134,15 +133,10 @@ class Rows(PlacedTensor):
     def __tensor_flatten__(self) -> Any:
         """For callers that flatten subclasses; torch.compile would reassemble a DTensor of equal parts."""
         if compat.is_traced():
-            optimizer = stepping_optimizer()
-            if optimizer is None:
-                raise EngineStateError(
-                    f"torch.export or torch.compile traces the sharded rows of parameter {self.described}, and its code would assume equal "
-                    "parts; call unshard_model(module) before an export, and give compiled functions value.to_local()"
-                )
             raise EngineStateError(
-                f"torch.compile traces the sharded rows of parameter {self.described}, in the step of {type(optimizer).__name__}, and its "
-                f"code would assume equal parts. {OPTIMIZER_ADVICE}"
+                f"torch.export or torch.compile traces the sharded rows of parameter {self.described}, and its code would assume equal "
+                "parts; call unshard_model(module) before an export, and give compiled functions value.to_local(). An optimizer whose step "
+                "is compiled and treats every number by itself works on plain rows: fully_shard_optimizer(optimizer, elementwise=True)"
             )
         return super().__tensor_flatten__()
 
@@ -187,7 +181,7 @@ class Rows(PlacedTensor):
             with compat.without_torch_function(), _Checked():
                 result = func(*args, **kwargs)
         except LayoutError:
-            if writes_in_place(func, args, kwargs) or stepping_optimizer() is not None:
+            if _end_step(args, kwargs) or writes_in_place(func, args, kwargs):
                 raise  # an optimizer would gather whole weights in every step
             return use_whole(func, args, kwargs)
         if copies(func) and isinstance(result, Rows) and result is not args[0] and result.requires_grad:
@@ -198,6 +192,15 @@ class Rows(PlacedTensor):
             described = next(one.described for one in tensors_in((args, kwargs)) if isinstance(one, Rows))
             result.register_hook(lambda _: refuse_gradient(described))
         return result
+
+
+def _end_step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an optimizer's own code computes with these; its step ends, with an error."""
+    contexts = [one.context for one in tensors_in((args, kwargs)) if isinstance(one, Rows)]
+    stepping = [context for context in contexts if context is not None and context.stepping]
+    for context in stepping:
+        context.stepping = ""
+    return bool(stepping)
 
 
 class _Checked(compat.DispatchMode):

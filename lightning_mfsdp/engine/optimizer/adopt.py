@@ -36,7 +36,6 @@ from lightning_mfsdp.engine.core.conversion import refuse_moved
 from lightning_mfsdp.engine.core.group import ParameterGroup, as_local, owner_of
 from lightning_mfsdp.engine.core.parameter import Entry
 from lightning_mfsdp.engine.core.rows import sharded_axes
-from lightning_mfsdp.engine.core.stepping import call_closure
 from lightning_mfsdp.engine.optimizer.driver import OptimizerDriver, OptimizerSupport
 from lightning_mfsdp.engine.optimizer.local_rows import LocalRowsOptimizer
 from lightning_mfsdp.engine.optimizer.norm import GradientPlaces
@@ -247,6 +246,8 @@ class _ShardedStep:
             _reduce_held_back(roots)
             if self._held.differ:
                 changed = args, kwargs = self._with_closure(partial(self._begin, optimizer, list(roots)), args, kwargs)
+            else:
+                self._begin(optimizer, list(roots))
         self._is_due = self._held.differ
         for driver in self._drivers:
             changed = driver.begin(optimizer, args, kwargs) or changed
@@ -259,6 +260,7 @@ class _ShardedStep:
             is_whole = driver.end(optimizer) and is_whole
         if is_whole:
             self._held.end(optimizer)
+            self._say_stepping("")
             for root in self._running_in:
                 root.unfinished_steps.remove(weakref.WeakMethod(self.finish))
             self._running_in = []
@@ -318,7 +320,8 @@ class _ShardedStep:
             if (was_called or self._writes_elsewhere) and (self._was_written() or was_called):
                 self._note_write()
             was_called = True
-            result = call_closure(closure, *given, **named)
+            self._say_stepping("")
+            result = closure(*given, **named)
             _reduce_held_back(roots)
             self._begin(optimizer, roots)
             return result
@@ -330,15 +333,22 @@ class _ShardedStep:
         self._is_due = False
         self._take_over_new(optimizer)
         self._held.begin(optimizer)
-        if self._held.is_running and not self._running_in:
+        if not self._running_in:
             self._optimizer, self._running_in = weakref.ref(optimizer), list(roots)
             for root in roots:
                 root.unfinished_steps.append(weakref.WeakMethod(self.finish))
+        self._say_stepping("" if self.steps_rows else type(optimizer).__name__)
+
+    def _say_stepping(self, name: str) -> None:
+        """Note which optimizer's own code works on sharded tensors."""
+        for root in self._running_in:
+            root.stepping = name
 
     def finish(self) -> None:
         """The optimizer's own code has raised."""
         if (optimizer := self._optimizer()) is not None:
             self._held.end_unfinished(optimizer)
+        self._say_stepping("")
         self._running_in = []
 
     @staticmethod

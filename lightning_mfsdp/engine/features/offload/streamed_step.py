@@ -32,7 +32,6 @@ from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import EngineStateError, ShardingError
 from lightning_mfsdp.base.streams import Streams
 from lightning_mfsdp.engine.core.group import ParameterGroup, place_of
-from lightning_mfsdp.engine.core.stepping import call_closure
 from lightning_mfsdp.engine.features.offload.offloaded_state import OffloadedState, StateTensor, state_of
 from lightning_mfsdp.engine.features.offload.own_step import OwnStep
 from lightning_mfsdp.engine.features.offload.staging import Chunk, StagedGroup
@@ -83,7 +82,7 @@ class StreamedStep:
                     "stepped when it was called first; call it once, first of all, as the optimizers of torch.optim do"
                 )
             was_called = True
-            loss = call_closure(closure) if closure is not None else None
+            loss = closure() if closure is not None else None
             self._is_due = False
             with torch.no_grad():
                 self._run(OwnStep(optimizer, args, kwargs))
