@@ -92,12 +92,35 @@ def every_kind_follows_in_one_broadcast_and_its_memory_stays(rank, world):
 def much_memory_goes_in_several_broadcasts(rank, world):
     model = filled(rank)
     patch = pytest.MonkeyPatch()
-    patch.setattr("lightning_mfsdp.engine.features.buffers._TOGETHER_BYTES", 16)
+    patch.setattr("lightning_mfsdp.engine.comm.collectives.TOGETHER_BYTES", 16)
     with Counted() as found:
         broadcast_buffers(model)
     patch.undo()
     assert found["broadcast"] > 4
     assert model.values() == {**filled(0).values(), "mine": [rank + 1] * 2}
+
+
+def parameters_of_a_unit_take_the_first_ranks_values_in_one_broadcast(rank, world):
+    def built(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        made = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)), nn.Linear(4, 3, dtype=torch.bfloat16))
+        made[1].weight = nn.Parameter(made[1].weight.detach().t())  # with gaps between rows in memory
+        return made
+
+    expected = {name: value.detach().clone() for name, value in built(0).named_parameters()}
+    for most, broadcasts in (
+        (1 << 20, 2),
+        (70, 7),
+    ):  # two groups, since dtypes differ; 64 bytes of a weight and 16 of a bias
+        model, patch = built(rank), pytest.MonkeyPatch()
+        patch.setattr("lightning_mfsdp.engine.comm.collectives.TOGETHER_BYTES", most)
+        patch.setattr("lightning_mfsdp.engine.core.group.TOGETHER_BYTES", most)
+        with Counted() as found:
+            fully_shard(model)
+        patch.undo()
+        assert found == {"broadcast": broadcasts, "all_reduce": 1}, found
+        for name, value in model.named_parameters():
+            assert torch.equal(value.full_tensor(), expected[name]), name
 
 
 def what_ddp_was_told_to_ignore_stays(rank, world):
@@ -195,6 +218,7 @@ WORLDS = {
     2: (
         every_kind_follows_in_one_broadcast_and_its_memory_stays,
         much_memory_goes_in_several_broadcasts,
+        parameters_of_a_unit_take_the_first_ranks_values_in_one_broadcast,
         what_ddp_was_told_to_ignore_stays,
         buffers_made_by_an_evaluation_follow_too,
         other_buffers_on_other_ranks_are_refused_on_all,

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_mfsdp.engine.core.context import Schedule
+from lightning_mfsdp.engine.core.schedule import Schedule
 
 UNITS = st.integers(0, 3)
 PASSES = st.lists(

@@ -141,7 +141,7 @@ def fully_shard(
     refuse_unfit(whole, named, policy)
     refuse_parts(whole, named, resolved)
     refuse_ignored_parts(whole, ignored)
-    check_same_model(whole, named, resolved)
+    check_same_model(whole, named, resolved, device)
     _share_buffers(whole, resolved, device)
     keep_fp32 = set[int]().union(*(fp32_parameters(member, policy) for member in members))
     groups = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_mfsdp.base.errors import ShardingError
-from lightning_mfsdp.engine.comm.mesh import Mesh
+from lightning_mfsdp.engine.comm.mesh import Mesh, are_alike
 from lightning_mfsdp.engine.core.codec import WeightCodec
 from lightning_mfsdp.engine.core.part import part_of
 from lightning_mfsdp.engine.core.policy import MixedPrecisionPolicy
@@ -178,7 +177,7 @@ def _tensor_ranks(mesh: Mesh) -> list[int]:
     return [dist.get_rank()] if mesh.tensor is None else dist.get_process_group_ranks(mesh.tensor.group)
 
 
-def check_same_model(module: nn.Module, named: Sequence[Named], mesh: Mesh) -> None:
+def check_same_model(module: nn.Module, named: Sequence[Named], mesh: Mesh, device: torch.device) -> None:
     """Every rank must shard the same parameters, or collectives would mix different ones."""
     lines = []
     for name, parameter, _ in named:
@@ -187,12 +186,11 @@ def check_same_model(module: nn.Module, named: Sequence[Named], mesh: Mesh) -> N
         lines.append(f"{name}: {tuple(parameter.shape)}{of} {parameter.dtype} requires_grad={parameter.requires_grad}")
     if not mesh.replicated_axes or dist.get_backend(mesh.shard.group) == "fake":
         return
-    digest = hashlib.sha256("\n".join([type(module).__name__, *lines]).encode()).hexdigest()
-    digests = _from_all_ranks(digest, mesh)
-    if len(set(digests)) == 1:
+    described = [type(module).__name__, *lines]
+    if are_alike(described, mesh.replicated_axes, device):
         return
-    everyone = _from_all_ranks([type(module).__name__, *lines], mesh)
-    other = next(rank for rank in range(len(digests)) if digests[rank] != digests[0])
+    everyone = _from_all_ranks(described, mesh)
+    other = next(rank for rank, theirs in enumerate(everyone) if theirs != everyone[0])
     missing = [line for line in everyone[0] if line not in everyone[other]]
     extra = [line for line in everyone[other] if line not in everyone[0]]
     raise ShardingError(

@@ -7,7 +7,7 @@ these functions at all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,10 @@ from torch import Tensor
 
 from lightning_mfsdp.base import compat
 
-__all__ = ["Axes", "Axis"]
+__all__ = ["TOGETHER_BYTES", "Axes", "Axis", "broadcast_from_first"]
+
+# More than this is not broadcast together: it bounds the extra memory.
+TOGETHER_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,3 +127,28 @@ class Axes:
 
     shard: Axis
     outer: Axis | None
+
+
+def broadcast_from_first(values: Iterable[Tensor], axes: Sequence[Axis]) -> None:
+    """Overwrite contiguous tensors of any dtype with those of the first rank along some axes. Collective.
+
+    They are sent as bytes, as backends lack some dtypes, and small ones together.
+    """
+    together: list[Tensor] = []
+    for value in values if axes else ():
+        content = value.detach().view(-1).view(torch.uint8)
+        if together and sum(map(len, together)) + len(content) > TOGETHER_BYTES:
+            _broadcast(together, axes)
+            together = []
+        together.append(content)
+    if together:
+        _broadcast(together, axes)
+
+
+def _broadcast(contents: Sequence[Tensor], axes: Sequence[Axis]) -> None:
+    sent = contents[0] if len(contents) == 1 else torch.cat(list(contents))
+    for axis in axes:
+        dist.broadcast(sent, group=axis.group, group_src=0)
+    if sent is not contents[0]:
+        for content, received in zip(contents, torch.split(sent, [len(one) for one in contents]), strict=True):
+            content.copy_(received)

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as DTensorPlacement
 
-from lightning_mfsdp.engine.comm.collectives import Axes, Axis
-from lightning_mfsdp.engine.comm.mesh import Mesh, broadcast_from_first
+from lightning_mfsdp.engine.comm.collectives import TOGETHER_BYTES, Axes, Axis, broadcast_from_first
+from lightning_mfsdp.engine.comm.mesh import Mesh
 from lightning_mfsdp.engine.core.buffer import FlatBuffer, buffer_numel
 from lightning_mfsdp.engine.core.codec import marks_of
 from lightning_mfsdp.engine.core.gradients import Gradients, Sync
@@ -184,18 +184,30 @@ class ParameterGroup:
         return [Shard(dims[dim]) if dim in dims else Replicate() for dim in range(mesh.device_mesh.ndim)]
 
     def _fill(self) -> None:
-        """Cut this rank's rows out of rank 0's values and free the parameters' own memory, one parameter at a time."""
+        """Cut this rank's rows out of rank 0's values and free the parameters' own memory, a few parameters at a time."""
         codec = self.spec.codec
         with torch.inference_mode(False), torch.no_grad():
+            together: dict[int, Tensor] = {}
+            same: list[Axis] = []
             for index, entry in enumerate(self.entries):
                 value = entry.full.detach() if codec is None else codec.initial_value(entry.full)
                 value = value.to(self.device, copy=False).contiguous()
-                same = [axis for axis in self.mesh.replicated_axes if axis not in entry.part_axes]
-                broadcast_from_first(value, same)
-                self.write(index, value)
-                self.weights.leave_empty(index)
-                entry.show(entry.sharded)
+                before, same = same, [axis for axis in self.mesh.replicated_axes if axis not in entry.part_axes]
+                size_bytes = value.nbytes + sum(one.nbytes for one in together.values())
+                if together and (same != before or size_bytes > TOGETHER_BYTES):
+                    self._keep(together, before)
+                    together = {}
+                together[index] = value
+            self._keep(together, same)
         self.weights.begin()
+
+    def _keep(self, values: dict[int, Tensor], same: Sequence[Axis]) -> None:
+        """Take whole values of some parameters, by index, from the first rank along the axes where they are the same."""
+        broadcast_from_first(values.values(), same)
+        for index, value in values.items():
+            self.write(index, value)
+            self.weights.leave_empty(index)
+            self.entries[index].show(self.entries[index].sharded)
 
     def write(self, index: int, value: Tensor) -> None:
         """Keep this rank's rows of a full `value` (the shape it has in its module, any dtype) as the main weight."""
@@ -212,7 +224,7 @@ class ParameterGroup:
                 same = [axis for axis in self.mesh.replicated_axes if axis not in divided]
                 if same and entry.local.numel():
                     value = entry.local.detach().to(self.device).contiguous()
-                    broadcast_from_first(value, same)
+                    broadcast_from_first([value], same)
                     entry.local.copy_(value)
 
     def attach(self, unit: Unit, root: Context, number: int) -> None:

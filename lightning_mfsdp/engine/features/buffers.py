@@ -6,7 +6,6 @@ ignore stay, too. Along the mesh's expert axis buffers differ as parameters do.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 
@@ -18,13 +17,11 @@ from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import EngineStateError
-from lightning_mfsdp.engine.comm.mesh import Mesh
+from lightning_mfsdp.engine.comm.collectives import broadcast_from_first
+from lightning_mfsdp.engine.comm.mesh import Mesh, are_alike
 from lightning_mfsdp.engine.core.unit import unit_of
 
 __all__ = ["broadcast_buffers", "share_from_first"]
-
-# More than this is not copied together: it bounds the extra memory of a broadcast.
-_TOGETHER_BYTES = 64 << 20
 
 
 def broadcast_buffers(module: nn.Module) -> None:
@@ -54,36 +51,13 @@ def broadcast_buffers(module: nn.Module) -> None:
 
 def share_from_first(tensors: Sequence[Tensor], mesh: Mesh) -> None:
     """Overwrite tensors of any dtype with those of the mesh's first rank, in few broadcasts of bytes. Collective."""
-    if not mesh.replicated_axes:
-        return
-    together: list[Tensor] = []
-    size = 0
-    for tensor in tensors:
-        own = _own_memory(tensor.detach())
-        if not own.numel():
-            continue
-        if together and size + own.nbytes > _TOGETHER_BYTES:
-            _broadcast(together, mesh)
-            together, size = [], 0
-        together.append(own)
-        size += own.nbytes
-    if together:
-        _broadcast(together, mesh)
-
-
-def _broadcast(tensors: list[Tensor], mesh: Mesh) -> None:
-    """As bytes, because backends do not support all dtypes."""
-    with torch.no_grad(), _mode_of(tensors):
-        pieces = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
-        content = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        for axis in mesh.replicated_axes:
-            dist.broadcast(content, group=axis.group, group_src=0)
-        received = torch.split(content, [len(piece) for piece in pieces])
-        for tensor, piece, value in zip(tensors, pieces, received, strict=True):
-            if piece.data_ptr() != tensor.data_ptr():  # a copy, because the tensor has gaps
-                tensor.copy_(value.clone().view(tensor.dtype).view(tensor.shape))
-            elif value.data_ptr() != piece.data_ptr():
-                piece.copy_(value)
+    own = [one for tensor in tensors if (one := _own_memory(tensor.detach())).numel()]
+    with torch.no_grad(), _mode_of(own):
+        pieces = [one.contiguous() for one in own]
+        broadcast_from_first(pieces, mesh.replicated_axes)
+        for one, piece in zip(own, pieces, strict=True):
+            if piece.data_ptr() != one.data_ptr():  # a copy, because the tensor has gaps
+                one.copy_(piece)
 
 
 def _mode_of(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
@@ -120,12 +94,7 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor, Mesh]]:
 def _check_alike(buffers: Sequence[tuple[str, Tensor]], mesh: Mesh, device: torch.device) -> None:
     """Raise on all ranks unless all have the same names, shapes and dtypes; a broadcast would mix them up, or wait."""
     described = {name: f"{tuple(buffer.shape)} {buffer.dtype}" for name, buffer in buffers}
-    digest = int.from_bytes(hashlib.sha256(repr(described).encode()).digest()[:7], "big")
-    bounds = torch.tensor([digest, -digest], device=device)
-    for axis in mesh.all_axes:
-        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=axis.group)
-    highest, lowest = bounds.tolist()
-    if highest == -lowest:
+    if are_alike(described, mesh.all_axes, device):
         return
     everyones: list[dict[str, str]] = [described]
     for axis in mesh.all_axes:

@@ -1,0 +1,118 @@
+"""The order of units in a step: as it is recorded, for prefetching, and as it is expected before there has been one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from lightning_mfsdp.engine.comm.gather_order import BACKWARD, FORWARD, REDUCTION, Event
+from lightning_mfsdp.engine.core.call import is_plain_lookup
+
+if TYPE_CHECKING:
+    from lightning_mfsdp.engine.core.unit import Unit
+
+__all__ = ["Schedule", "expected_steps"]
+
+
+class Schedule:
+    """The order of units in a step, recorded while it runs. It only guides prefetching; execution may differ. Units are stored by number.
+
+    Attributes:
+        ran: Units whose forward ran in this pass, in the order in which they first did.
+        last_of_forward: The unit that ended the forward before the last backward: that backward needs it first.
+    """
+
+    def __init__(self) -> None:
+        self.ran: list[int] = []
+        self.last_of_forward: int | None = None
+        self._latest: int | None = None  # to run in this pass
+        self._latest_backward: int | None = None
+        self._after: dict[int, int] = {}
+        self._before: dict[int, int] = {}
+        self._after_in_backward: dict[int, int] = {}
+
+    def note_forward(self, unit: int) -> bool:
+        """A forward begins outside any backward. Returns whether a pass begins with it: it is the first unit, or runs again."""
+        begins = not self.ran or self.ran[0] == unit
+        if begins:
+            self.ran = [unit]
+            self._before.pop(unit, None)
+        else:
+            if unit not in self.ran:
+                self.ran.append(unit)
+            if self._latest is not None and self._latest != unit:
+                self._after[self._latest] = unit
+                self._before[unit] = self._latest
+        self._latest = unit
+        return begins
+
+    def note_backward(self, unit: int) -> None:
+        """The backward of a call begins."""
+        if self._latest_backward is not None and self._latest_backward != unit:
+            self._after_in_backward[self._latest_backward] = unit
+        self._latest_backward = unit
+
+    def next_forward(self, unit: int) -> int | None:
+        """The unit that ran after this one last time."""
+        return self._after.get(unit)
+
+    def next_backward(self, unit: int) -> int | None:
+        """The unit whose backward began after this one's last time; the first time, the unit that ran before it."""
+        following = self._after_in_backward.get(unit)
+        return self._before.get(unit) if following is None else following
+
+    def begin_backward(self) -> None:
+        """A backward begins: the pass is over."""
+        self.last_of_forward = self._latest
+
+    def forget_pass(self) -> None:
+        """The next forward begins a pass, whichever unit it is."""
+        self.ran, self._latest = [], None
+
+    def end_backward(self) -> None:
+        """A backward has ended, or will not continue."""
+        self.forget_pass()
+        self._latest_backward = None
+
+
+def expected_steps(units: Sequence[Unit], *, has_reductions: bool) -> list[list[Event]]:
+    """Gathers and reductions of the first two steps, if units run in the order in which they were sharded, the outermost one around them.
+
+    A guess, from what is the same on all ranks: ranks that do what was expected need not ask each other in their first steps.
+
+    Args:
+        units: Of a root, which is the last one.
+        has_reductions: Whether the order of reductions between gathers counts.
+    """
+    *inside, root = units
+    forward = [event for unit in (root, *inside) for event in _gathers(unit, FORWARD)]
+    steps = []
+    for is_first in (True, False):
+        backward: list[Event] = []
+        due: list[Event] = []  # reductions come after the prefetch of the next unit
+        for unit in reversed(inside):
+            is_kept = unit is inside[-1] and not is_first  # it ended the forward before
+            if unit.reshard_after_forward and not is_kept and not _is_lookup(unit):
+                backward += _gathers(unit, BACKWARD)
+            backward += due if unit is not inside[-1] else []
+            due = _reduction(unit) if has_reductions else []
+        backward += due
+        backward += _reduction(root) if has_reductions else []
+        steps.append([*forward, *backward])
+    return steps
+
+
+def _gathers(unit: Unit, kind: int) -> list[Event]:
+    return [(group.weights.number, kind) for group in unit.groups if group.weights.is_sharded]
+
+
+def _reduction(unit: Unit) -> list[Event]:
+    trained = [group for group in unit.groups if group.placement.weight and unit.is_trainable]
+    return [(trained[0].weights.number, REDUCTION)] if trained else []
+
+
+def _is_lookup(unit: Unit) -> bool:
+    module = unit.modules[0]
+    return isinstance(module, nn.Embedding) and len(unit.modules) == 1 and is_plain_lookup(module)
