@@ -51,7 +51,7 @@ MENDS = (
     Mend(
         "2",
         "core/gradients.py",
-        "        if self._behind is None:\n            return reached\n",
+        "        if reached is Sync.ALL:\n            return reached\n",
         "        return reached\n",
     ),
     Mend(

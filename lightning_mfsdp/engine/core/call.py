@@ -56,16 +56,15 @@ class Call:
     """One forward in grad mode, until its backward.
 
     Attributes:
-        slots: Where its saved tensors expect the weights, by group; `None` for those that are packed, and memory that no other unit gets.
-        has_end: Some input needs a gradient, so the end of its backward can be detected.
-        begun_in: The backward in which its own has begun and not ended, by `Context.backwards_finished`.
-        ended_in: The last backward in which the gradients of all its inputs arrived.
+        slots: Where its saved tensors expect the weights, by group; `None` where they are whole, or packed and in memory of the unit's own.
+        begun_in: `Context.backwards_finished` when its backward began; -1 when that has not begun, or has ended.
+        ended_in: The last backward in which the gradients of all its inputs arrived, by autograd's number.
         reads_weights: Its backward needs the weights.
         is_recomputed: Its forward ran inside a backward.
         following: Packs what is saved (side_doors.py), while a module of the unit runs.
-        is_followed: It did so.
+        is_followed: What is saved was packed.
         in_transform: Its forward ran inside `torch.func.grad` or the like.
-        given: What its inputs are views of, by identity.
+        given: What its inputs are views of, by identity; empty if none needs a gradient, so that the end of its backward is not detected.
         inputs: Several that need gradients, until there are results.
     """
 
@@ -74,7 +73,6 @@ class Call:
         "ended_in",
         "following",
         "given",
-        "has_end",
         "in_transform",
         "inputs",
         "is_followed",
@@ -85,7 +83,6 @@ class Call:
 
     def __init__(self, *, is_recomputed: bool = False) -> None:
         self.slots: list[Slot | None] | None = None
-        self.has_end = False
         self.begun_in = self.ended_in = -1
         self.reads_weights = True
         self.is_recomputed = is_recomputed
@@ -431,7 +428,7 @@ def begin_call(unit: Unit, call: Call | None, args: tuple[Any, ...], kwargs: dic
     if call is None or not watched:
         return args, kwargs
     this = weakref.ref(unit)
-    call.has_end = unit.notices_end = True
+    unit.notices_end = True
 
     def end(_: Any) -> None:
         unit = this()

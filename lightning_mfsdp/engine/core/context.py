@@ -46,12 +46,12 @@ class Context:
         order: The order of gathers, which must be the same on all ranks.
         lane: What all-gathers share.
         root: The outermost unit, while it exists.
-        needs_refresh: Main weights were written since `refresh`.
+        needs_refresh: Main weights may have been written since `refresh`.
         weight_writes: How often main weights were written, as far as known to all ranks: by an optimizer, a function, `load_state_dict`.
-        gradient_writes: The same of gradients: by a backward, an optimizer, a function.
+        gradient_writes: How often gradients were written, as far as known to all ranks: by a backward, an optimizer, a function.
         ignored: Parameters excluded from sharding, by identity.
         keeps_graph: The current or last backward keeps its graph for another one.
-        outermost_task: Autograd's number of it; what is recomputed in it may run others.
+        outermost_task: Autograd's number of the current or last backward; what is recomputed in it may run others.
         shown_averages: Averages that currently replace main weights (ema.py).
         stepping: Class of the optimizer whose own code works on sharded tensors now. One that raised is forgotten when a forward begins.
         trace: Trace of the step that is running, if its gathers will be repeated.
@@ -72,26 +72,30 @@ class Context:
         self.reductions = ReductionSchedule(self.streams, self.ranges, self.order, zeros_unused=zeros_unused)
         self._tracked: set[int] = set()  # parameters whose optimizer reports its steps, by identity of their entries
         self._watched_groups: list[weakref.ref[ParameterGroup]] = []  # whose rows may be written without notice
-        self._groups_with_held_rows: list[weakref.ref[ParameterGroup]] = []  # of these; see `watch`
+        self._groups_with_held_rows: list[weakref.ref[ParameterGroup]] = []  # of the watched groups: see `watch`
         self.ignored: dict[int, weakref.ref[nn.Parameter]] = {}
         self.shown_averages: weakref.WeakSet[object] = weakref.WeakSet()
-        self._untracked: list[weakref.ref[Entry]] = []  # the other parameters
-        self._known_units = -1  # for which `_untracked` holds
+        # Parameters that are not tracked; `None`: not looked up.
+        self._untracked: list[weakref.ref[Entry]] | None = None
         self.trace: list[Callable[[], object]] | None = None
         self.backwards_finished = 0  # how many were noticed and have ended
         self._has_stepped = False  # an optimizer has, at least once
         self.root: Callable[[], Unit | None] = weakref.ref(root)
-        self._units: list[weakref.ref[Unit]] = []
+        self._units: list[weakref.ref[Unit]] = []  # in the order they were sharded
         self._num_groups = 0  # that ever joined: the number of the latest
         self.needs_refresh = True
         self.weight_writes = self.gradient_writes = 0
+        # What puts back what optimizers hold, should their own code, which is running, raise.
         self.unfinished_steps: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.stepping = ""
         self.schedule = Schedule()
         self._grouped: GroupedModules | None = None  # modules of one unit that run one after the other, at the moment
-        self._in_backward = self.keeps_graph = False  # a backward was noticed and has not ended
+        # A backward was noticed, and has neither ended nor been forgotten (`recover`) after it raised.
+        self._in_backward = False
+        self.keeps_graph = False
         self.outermost_task = -1
-        self._at_end: weakref.ref[Callable[[], None]] | None = None  # what a backward calls; dead once it has raised
+        # What a backward calls at its end; `None` in a backward: that has raised.
+        self._at_end: weakref.ref[Callable[[], None]] | None = None
 
     # -- units ---------------------------------------------------------------------------------------------------------
 
@@ -119,6 +123,7 @@ class Context:
         """Take a unit in; it may come from a context of its own."""
         unit.context, unit.number = self, len(self._units)
         self._units.append(weakref.ref(unit))
+        self._untracked = None
         for group in unit.groups:
             self._num_groups += 1
             group.attach(unit, self, self._num_groups)
@@ -171,7 +176,7 @@ class Context:
         self._groups_with_held_rows += before._groups_with_held_rows
         self.ignored.update(before.ignored)
         self.shown_averages.update(before.shown_averages)
-        self._known_units = -1
+        self._untracked = None
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
@@ -264,7 +269,7 @@ class Context:
     def track(self, entries: Iterable[Entry]) -> None:
         """An optimizer that reports its steps holds these parameters."""
         self._tracked.update(id(entry) for entry in entries)
-        self._known_units = -1
+        self._untracked = None
 
     def watch(self, group: ParameterGroup, *, rows_are_held: bool) -> None:
         """Local rows of a group may be written without notice, outside of a step: they are checked when a pass begins.
@@ -298,11 +303,9 @@ class Context:
     @property
     def has_optimizer(self) -> bool:
         """Whether every trainable parameter is held by an optimizer that reports its steps."""
-        units = self.units
-        if self._known_units != len(units):
-            entries = [entry for unit in units for group in unit.groups for entry in group.entries]
+        if self._untracked is None:
+            entries = [entry for group in self.groups for entry in group.entries]
             self._untracked = [weakref.ref(entry) for entry in entries if id(entry) not in self._tracked]
-            self._known_units = len(units)
         return not any(entry.is_trained for reference in self._untracked if (entry := reference()) is not None)
 
     # -- forward -------------------------------------------------------------------------------------------------------

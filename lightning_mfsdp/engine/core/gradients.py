@@ -238,10 +238,11 @@ class Gradients:
         self._local: FlatBuffer | None = None  # of this rank, not reduced yet
         self._partial: FlatBuffer | None = None  # reduced over the shard axis alone
         self._main: MainGradient | None = None  # reduced over all axes: what optimizers read
-        self._bucket: tuple[Slot, FlatBuffer] | None = None  # what is being communicated
+        # Made once; it has memory from filling until its reduction is retired.
+        self._bucket: tuple[Slot, FlatBuffer] | None = None
         self._memory_of_local: FlatBuffer | None = None  # stays where gradients are placed whole
         self._stand_ins: list[HeldBackGradient] = []  # shown as `.grad` while gradients are held back
-        self._behind: dict[int, Tensor | None] | None = None  # `.grad` from before a stand-in was shown
+        self._behind: dict[int, Tensor | None] = {}  # `.grad` from before a stand-in was shown, by index
         self._unused: set[int] | None = None  # by this rank since the last reduction; `None`: no backward has come
 
     @property
@@ -347,7 +348,7 @@ class Gradients:
             return
         self.held_back = Sync.SHARD if communicates else Sync.NONE
         owner = self._owner()
-        if self.is_alone or self._behind is not None or owner is None:
+        if self.is_alone or self._behind or owner is None:
             return
         if not self._stand_ins:
             self._stand_ins = [stand_in(owner, index) for index in range(len(self._entries))]
@@ -362,9 +363,9 @@ class Gradients:
             How far the rest was reduced.
         """
         reached, self.held_back = self.held_back, Sync.ALL
-        if self._behind is None:
+        if reached is Sync.ALL:
             return reached
-        behind, self._behind = self._behind, None
+        behind, self._behind = self._behind, {}
         changed: list[int] = []
         self.frozen_since.clear()
         for index, before in behind.items():
@@ -386,11 +387,11 @@ class Gradients:
 
     def is_behind(self, index: int, gradient: Tensor) -> bool:
         """Whether a gradient is what the `.grad` of a parameter was before it became a stand-in for what is held back."""
-        return self._behind is not None and self._behind.get(index) is gradient
+        return self._behind.get(index) is gradient
 
     def zero_held_back(self, index: int) -> None:
         """Zero what is held back of a parameter, and what its `.grad` was before. A rank that used nothing holds nothing."""
-        before = self._behind[index] if self._behind is not None else None
+        before = self._behind.get(index)
         for cell in (self._local, self._partial):
             if cell is not None:
                 cell.views[index].zero_()

@@ -54,17 +54,19 @@ class MemoryPlanner:
             self._pool.finish_step(event, self._allocator(number, units))
         if has_stepped and self._decided_at is None:
             self._decided_at = number
-            if any(unit.may_keep_unsharded for unit in units):
+            if any(unit.reshard_after_forward == "auto" for unit in units):
                 self._spend_spare_memory(units)
 
     def _spend_spare_memory(self, units: Sequence[Unit]) -> None:
         """Let weights of some units stay, in memory that no other unit uses. Collective."""
         wanted = [
-            unit for unit in units if unit.may_keep_unsharded and unit.full_bytes and not unit.keeps_after_forward
+            unit
+            for unit in units
+            if unit.reshard_after_forward == "auto" and unit.full_bytes and not unit.keeps_after_forward
         ]
         count = those_that_fit([unit.full_bytes for unit in wanted], spare_bytes(self._device, self._mesh.all_axes))
         for unit in wanted[:count]:
-            unit.may_keep_unsharded = unit.reshard_after_forward = False
+            unit.reshard_after_forward = False
             for group in unit.groups:
                 group.weights.client.planned = None
 

@@ -62,11 +62,11 @@ class ReductionSchedule:
         self._streams = streams
         self._ranges = ranges
         self._gather_order = order
-        self._order: list[weakref.ref[Unit]] = []
-        self._turn = 0
-        self._done: set[int] = set()
+        self._order: list[weakref.ref[Unit]] = []  # in which all ranks reduce; empty before the first backward
+        self._turn = 0  # index in it of the unit that is reduced next
+        self._done: set[int] = set()  # units whose gradients are complete in this backward, by identity
         self._with_news: list[ParameterGroup] = []  # whose hooks are to run
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[_InFlight] = deque()  # reductions that were issued, and whose buckets have memory
         self._reduced: dict[Gradients, None] = {}  # in this backward, in an order that all ranks share
         self._usage = Usage(streams)
 

@@ -27,11 +27,11 @@ class Schedule:
     def __init__(self) -> None:
         self.ran: list[int] = []
         self.last_of_forward: int | None = None
-        self._latest: int | None = None  # to run in this pass
-        self._latest_backward: int | None = None
-        self._after: dict[int, int] = {}
-        self._before: dict[int, int] = {}
-        self._after_in_backward: dict[int, int] = {}
+        self._latest: int | None = None  # the last unit whose forward began in this pass
+        self._latest_backward: int | None = None  # the last unit whose backward began in this one
+        self._after: dict[int, int] = {}  # which unit ran after each, last time
+        self._before: dict[int, int] = {}  # which unit ran before each, last time
+        self._after_in_backward: dict[int, int] = {}  # whose backward began after that of each, last time
 
     def note_forward(self, unit: int) -> bool:
         """A forward begins outside any backward. Returns whether a pass begins with it: it is the first unit, or runs again."""

@@ -77,10 +77,9 @@ class Unit:
         parameter_hooks: Hooks by which gradients of weights show that a backward is running, where it may touch no result.
         uses_weights: It holds a lease on each of its weights.
         shown: Whether its modules show unsharded parameters.
-        reshard_after_forward: Weights do not stay between forward and backward.
-        may_keep_unsharded: Weights stay between forward and backward if there is memory to spare (planning.py).
-        pinned: It stays unsharded through the end of a backward: code around it is still running (`gather_root`).
-        step_slots: Where saved tensors of such code expect the weights, by group; it has no call.
+        reshard_after_forward: Weights do not stay between forward and backward; "auto": they may, if memory is left (planning.py).
+        pinned: Code around it is running (`gather_root`), so `reshard` only has modules show sharded parameters.
+        step_slots: Where saved tensors of the code of a step around it expect the weights, by group; that code has no call.
         undo: Callbacks that undo what else `fully_shard` did to its modules.
     """
 
@@ -99,20 +98,20 @@ class Unit:
         self.all_groups = list(groups)
         self.weights = [group.weights for group in groups]
         self.policy = policy
-        self.reshard_after_forward = bool(reshard_after_forward)
+        self.reshard_after_forward = reshard_after_forward
         self.side_doors = side_doors
-        self.may_keep_unsharded = reshard_after_forward == "auto"
         self.context: Context
-        self.users: list[weakref.ref[Unit]] = [weakref.ref(self)]
+        self.users: list[weakref.ref[Unit]] = [weakref.ref(self)]  # units whose modules show its parameters
         self.uses_weights = self.pinned = False
         self.shown = Shown()
         self.step_slots: list[Slot | None] | None = None
         self.recomputations = Recomputations()
         self.hidden = 0
-        self._open_calls: list[Call | None] = []
-        self._waiting = self._new = 0  # calls whose backward has not ended, and those since the last backward
-        self._latest: Call | None = None  # that waits for its backward
-        self._running = 0  # calls whose backward has begun and not ended
+        self._open_calls: list[Call | None] = []  # forwards that are running, innermost last; `None` without gradients
+        self._waiting = 0  # calls whose backward has not ended
+        self._new = 0  # those of them since the last backward
+        self._latest: Call | None = None  # the last call that has results
+        self._running = 0  # calls whose backward has begun and not ended, of those whose end is detected
         self._has_another_backward = False  # around that of a recomputed forward, which leaves gradients, too
         self._runs_without_gradients = False  # its present forward does, so that nothing of it will be recomputed
         self._is_called_inside = False  # a module of it runs by itself, which opened a call
@@ -576,7 +575,7 @@ class Unit:
         call.begun_in = context.backwards_finished
         if context.lane.ranges.enabled:
             context.lane.ranges.begin("backward", self.name)
-        self._running += call.has_end
+        self._running += bool(call.given)
         following = context.note_backward(self)
         if call.reads_weights:
             self.unshard(call.slots, for_backward=True)

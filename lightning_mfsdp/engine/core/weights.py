@@ -126,6 +126,7 @@ class Weights:
         self._lane: GatherLane  # of its root
         self.versions = Versions([entry.full for entry in self._entries])
         self._bound: Place | None = None  # where a codec's parameters are pointed at
+        # Where parameters lie in each slot that they were in.
         self._by_slot: weakref.WeakKeyDictionary[Slot, Place] = weakref.WeakKeyDictionary()
         self._latest: tuple[Slot, Place] | None = None  # of `_by_slot`
         size_bytes = num_forms * buffer_numel(self._layout, self._full) * self._spec.storage_dtype.itemsize
