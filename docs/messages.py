@@ -62,7 +62,7 @@ SECTIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "Mixtures of experts": ("moe.md", ("moe",)),
     "Multi-token prediction": ("mtp.md", ("mtp.py",)),
     "Context parallelism": ("long_context.md", ("context_parallel",)),
-    "Tensor parallelism": ("design/tensor_parallel.md", ("tensor_parallel",)),
+    "Tensor parallelism": ("design/tensor_parallel.md", ("tensor_parallel", "base/part.py")),
     "Activation checkpointing": ("recompute.md", ("recompute", "callbacks/recompute.py")),
 }
 

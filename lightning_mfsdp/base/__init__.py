@@ -1,1 +1,1 @@
-"""What every package may import: errors, private torch names, containers, streams and initialization. Torch only."""
+"""What every package may import: errors, private torch names, containers, streams, parts of parameters and initialization. Torch only."""

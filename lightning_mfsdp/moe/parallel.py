@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_mfsdp.base.part import part_of
 from lightning_mfsdp.engine import ShardingError, note_collective
 from lightning_mfsdp.engine.comm.collectives import Axis
 from lightning_mfsdp.engine.comm.mesh import EXPERT, axis_of
 from lightning_mfsdp.engine.core.group import owner_of
-from lightning_mfsdp.engine.core.part import part_of
 from lightning_mfsdp.moe.experts import ExpertsOfRank, GroupedExperts
 from lightning_mfsdp.moe.huggingface import DIVIDED, DividedExperts, is_grouped_layer
 from lightning_mfsdp.moe.once import differentiable_once

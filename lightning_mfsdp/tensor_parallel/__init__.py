@@ -11,7 +11,7 @@
 be computed with parts. `logits.py` is for the heads and losses of transformers' models.
 """
 
-from lightning_mfsdp.engine.core.part import Part, is_summed, part_of
+from lightning_mfsdp.base.part import Part, is_summed, part_of
 from lightning_mfsdp.tensor_parallel.division import divide, materialize_divided
 from lightning_mfsdp.tensor_parallel.equality import share_random_state, share_values
 from lightning_mfsdp.tensor_parallel.exchange import TensorGroup

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from torch import nn
 
 from lightning_mfsdp.base.errors import ShardingError
-from lightning_mfsdp.engine.core.part import Part
+from lightning_mfsdp.base.part import Part
 from lightning_mfsdp.tensor_parallel.styles import Target, is_linear
 
 __all__ = ["check_attention", "check_experts", "check_own_parameters", "check_ties"]

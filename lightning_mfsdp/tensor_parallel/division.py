@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.base.initialize import materialize
-from lightning_mfsdp.engine.core.part import Part, is_summed, mark_part, mark_summed, part_of
+from lightning_mfsdp.base.part import Part, is_summed, mark_part, mark_summed, part_of
 from lightning_mfsdp.tensor_parallel.exchange import TensorGroup, summed
 
 __all__ = [

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
 from lightning_mfsdp.base.errors import ShardingError
-from lightning_mfsdp.engine.core.part import Part, mark_part
+from lightning_mfsdp.base.part import Part, mark_part
 from lightning_mfsdp.tensor_parallel.division import planned_division
 
 __all__ = ["has_dtensors", "take_dtensors"]

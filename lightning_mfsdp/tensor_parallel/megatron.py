@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_mfsdp.base.errors import ShardingError
-from lightning_mfsdp.engine.core.part import Part, mark_part
+from lightning_mfsdp.base.part import Part, mark_part
 from lightning_mfsdp.te import parts as te
 from lightning_mfsdp.tensor_parallel.division import sum_gradient
 from lightning_mfsdp.tensor_parallel.exchange import TensorGroup

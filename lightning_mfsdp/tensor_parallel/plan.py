@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_mfsdp.base.errors import ShardingError
+from lightning_mfsdp.base.part import Part, part_of
 from lightning_mfsdp.base.transformers_models import models_in
-from lightning_mfsdp.engine.core.part import Part, part_of
 from lightning_mfsdp.tensor_parallel.adapters import inside_adapters, without_adapters
 from lightning_mfsdp.tensor_parallel.checks import check_attention, check_experts, check_own_parameters, check_ties
 from lightning_mfsdp.tensor_parallel.division import divide

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mfsdp.base.errors import ShardingError
-from lightning_mfsdp.engine.core.part import Part
+from lightning_mfsdp.base.part import Part
 from lightning_mfsdp.tensor_parallel.division import planned_division
 from lightning_mfsdp.tensor_parallel.exchange import (
     TensorGroup,

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from lightning_mfsdp.base.errors import ShardingError
-from lightning_mfsdp.engine.core.part import Part
+from lightning_mfsdp.base.part import Part
 from lightning_mfsdp.te import parts as te
 from lightning_mfsdp.tensor_parallel.division import planned_division
 from lightning_mfsdp.tensor_parallel.exchange import TensorGroup, copied, gathered, own_part, summed

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
+from lightning_mfsdp.base.part import Part
 from lightning_mfsdp.checkpoint import convert_checkpoint, export_checkpoint, load_checkpoint
 from lightning_mfsdp.checkpoint.io.opening import locate
 from lightning_mfsdp.checkpoint.io.ranks import Ranks
@@ -26,7 +27,6 @@ from lightning_mfsdp.checkpoint.state.staging import Staging
 from lightning_mfsdp.checkpoint.state.whole import whole_model_state
 from lightning_mfsdp.checkpoint.tools.convert import consolidate_checkpoint
 from lightning_mfsdp.checkpoint.tools.verify import cover_problems, verify
-from lightning_mfsdp.engine.core.part import Part
 from lightning_mfsdp.engine.core.piece import Piece
 from lightning_mfsdp.fabric import checkpoints
 from tests.checkpoint.meshes import LAYOUTS, Sharded, filled_in_one_process, pattern

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_mfsdp.base.errors import ShardingError
-from lightning_mfsdp.engine.core.part import (
+from lightning_mfsdp.base.part import (
     Part,
     Strip,
     copy_marks,

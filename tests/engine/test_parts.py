@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from lightning_mfsdp.base.part import mark_summed
 from lightning_mfsdp.engine import (
     EngineStateError,
     GradientWatch,
@@ -29,7 +30,6 @@ from lightning_mfsdp.engine import (
     unshard,
     unshard_model,
 )
-from lightning_mfsdp.engine.core.part import mark_summed
 from lightning_mfsdp.moe import GroupedExperts, expert_parallel
 from lightning_mfsdp.optim import Muon
 from tests.engine.cases import Problems

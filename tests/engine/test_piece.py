@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_mfsdp.engine.core.part import Part
+from lightning_mfsdp.base.part import Part
 from lightning_mfsdp.engine.core.piece import Piece
 
 DIVISIONS = st.lists(

@@ -46,7 +46,6 @@ ALLOWED = {
         "torch",
         "lightning_mfsdp.tensor_parallel",
         "lightning_mfsdp.base",
-        "lightning_mfsdp.engine",
         "lightning_mfsdp.ops",
         "lightning_mfsdp.te",
     },

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.base.initialize import materialize
+from lightning_mfsdp.base.part import copy_marks
 from lightning_mfsdp.engine.api.validate import (
     Named,
     check_same_model,
@@ -32,7 +33,6 @@ from lightning_mfsdp.engine.core.fp32_modules import casts_alike, fp32_parameter
 from lightning_mfsdp.engine.core.group import ParameterGroup, owner_of, place_of
 from lightning_mfsdp.engine.core.group_spec import GroupSpec
 from lightning_mfsdp.engine.core.parameter import mark_owner
-from lightning_mfsdp.engine.core.part import copy_marks
 from lightning_mfsdp.engine.core.policy import MixedPrecisionPolicy
 from lightning_mfsdp.engine.core.sharded_parameter import ShardedParameter
 from lightning_mfsdp.engine.core.unit import Unit, unit_of

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_mfsdp.base.errors import ShardingError
+from lightning_mfsdp.base.part import part_of
 from lightning_mfsdp.engine.comm.mesh import Mesh, are_alike
 from lightning_mfsdp.engine.core.codec import WeightCodec
-from lightning_mfsdp.engine.core.part import part_of
 from lightning_mfsdp.engine.core.policy import MixedPrecisionPolicy
 
 if TYPE_CHECKING:

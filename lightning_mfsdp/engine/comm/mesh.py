@@ -78,7 +78,7 @@ class Mesh:
         expert: The axis along which parameters are different parts of one larger parameter (each rank's experts); `None` where they are
             whole. Every part is used for the data of all its ranks.
         tensor_dim: Which is the tensor axis; `None` without one, and for one rank along it.
-        tensor: The axis whose ranks compute the same data together: parameters that are marked as parts (core/part.py) are different
+        tensor: The axis whose ranks compute the same data together: parameters that are marked as parts (base/part.py) are different
             parts along it, and the others are the same.
     """
 

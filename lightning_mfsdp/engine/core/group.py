@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as DTensorPlacement
 
+from lightning_mfsdp.base.part import Part
 from lightning_mfsdp.engine.comm.collectives import TOGETHER_BYTES, Axes, Axis, broadcast_from_first
 from lightning_mfsdp.engine.comm.mesh import Mesh
 from lightning_mfsdp.engine.core.buffer import FlatBuffer, buffer_numel
@@ -29,7 +30,6 @@ from lightning_mfsdp.engine.core.gradients import Gradients, Sync
 from lightning_mfsdp.engine.core.group_spec import GroupSpec
 from lightning_mfsdp.engine.core.host_memory import HostMemory
 from lightning_mfsdp.engine.core.parameter import OWNER, Entry, UnshardedParameter, mark_owner
-from lightning_mfsdp.engine.core.part import Part
 from lightning_mfsdp.engine.core.piece import Piece
 from lightning_mfsdp.engine.core.policy import MixedPrecisionPolicy
 from lightning_mfsdp.engine.core.rows import divisions, sharded_axes

@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.containers import map_tensors, tensors_in
 from lightning_mfsdp.base.errors import EngineStateError
+from lightning_mfsdp.base.part import is_summed
 from lightning_mfsdp.engine.core.number import Number
-from lightning_mfsdp.engine.core.part import is_summed
 from lightning_mfsdp.engine.core.placed_tensor import PlacedTensor
 from lightning_mfsdp.engine.core.sharded_arithmetic import refuse_gradient
 from lightning_mfsdp.engine.core.torch_functions import is_in_place, written_argument

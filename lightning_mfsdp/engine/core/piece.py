@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_mfsdp.base.errors import EngineStateError
-from lightning_mfsdp.engine.core.part import Part, Strip
+from lightning_mfsdp.base.part import Part, Strip
 
 __all__ = ["Box", "Piece"]
 

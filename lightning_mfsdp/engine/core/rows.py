@@ -2,7 +2,7 @@
 
 The whole is the parameter as users and checkpoints see it. Where ranks compute with different parts of it, it is all parts together: along
 the mesh's expert axis those of all parameters (different experts, under expert parallelism), along its tensor axis those of the parameters
-that are marked as parts (part.py).
+that are marked as parts (base/part.py).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_mfsdp.base.part import Part, part_of
 from lightning_mfsdp.engine.comm.collectives import Axis
 from lightning_mfsdp.engine.comm.mesh import Mesh
-from lightning_mfsdp.engine.core.part import Part, part_of
 
 if TYPE_CHECKING:
     from lightning_mfsdp.engine.core.group import ParameterGroup

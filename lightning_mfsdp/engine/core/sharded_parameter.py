@@ -34,7 +34,7 @@ _EQUAL = (Tensor.__eq__, Tensor.eq)
 class ShardedParameter(Rows):
     """This rank's rows of a main weight, in the global shape. Their number may differ between ranks or be zero.
 
-    Rows are whole, unless ranks compute with parts of them (part.py). It can be used in elementwise arithmetic and optimizers like any
+    Rows are whole, unless ranks compute with parts of them (base/part.py). It can be used in elementwise arithmetic and optimizers like any
     DTensor. Mixed with plain tensors, as in a forward outside its unit, it is gathered, with a warning for large parameters.
     """
 

@@ -2,6 +2,8 @@
 
 A mark is an attribute of the parameter. Whatever replaces a parameter copies its marks (`copy_marks`). `copy.deepcopy` drops all attributes
 of parameters; `divide` marks the parameters of a copied model again.
+
+Who divides layers (tensor_parallel, another program) sets the marks, and the engine reads them; neither needs the other for that.
 """
 
 from __future__ import annotations
