@@ -20,7 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from lightning_mfsdp._lightning_api import default_process_group_backend, init_dist_connection, reset_seed
 from lightning_mfsdp.base import compat
-from lightning_mfsdp.engine.comm.process_groups import kept
+from lightning_mfsdp.base.kept_groups import kept
 from lightning_mfsdp.launch.meeting import meet
 from lightning_mfsdp.launch.peers import Peers
 

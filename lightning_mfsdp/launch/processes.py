@@ -15,7 +15,7 @@ from torch.distributed import ReduceOp
 
 from lightning_mfsdp._lightning_api import Launcher, ParallelStrategy, SIGTERMException, sync_if_available
 from lightning_mfsdp.base import compat
-from lightning_mfsdp.engine import CollectiveError
+from lightning_mfsdp.base.errors import CollectiveError
 from lightning_mfsdp.launch import communication
 from lightning_mfsdp.launch.slurm import requeue_signal
 from lightning_mfsdp.launch.stopping import Stopping

@@ -69,7 +69,6 @@ ALLOWED = {
     "launch": {
         *LIGHTNING,
         "lightning_mfsdp.base",
-        "lightning_mfsdp.engine",
         "lightning_mfsdp.launch",
         "lightning_mfsdp._lightning_api",
     },

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_mfsdp import MFSDPStrategy
-from lightning_mfsdp.engine.comm.process_groups import kept
+from lightning_mfsdp.base.kept_groups import kept
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import FOREIGN_WARNINGS, loader, make_trainer, seeded, strict_warnings
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from lightning_mfsdp.base import compat
-from lightning_mfsdp.engine.comm.process_groups import kept
+from lightning_mfsdp.base.kept_groups import kept
 
 __all__ = ["SEEN_WITHIN", "Ranks", "on_all_ranks", "on_hosts", "root_of", "same_on_all"]
 

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import ShardingError
+from lightning_mfsdp.base.kept_groups import kept
 from lightning_mfsdp.engine.comm.collectives import Axis
 from lightning_mfsdp.engine.comm.mesh import Mesh
-from lightning_mfsdp.engine.comm.process_groups import kept
 from lightning_mfsdp.engine.layout.placement import Placement
 
 __all__ = ["Channels", "check_symmetric_memory"]

@@ -39,8 +39,8 @@ import torch.distributed as dist
 
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import CollectiveError, EngineStateError
+from lightning_mfsdp.base.kept_groups import kept
 from lightning_mfsdp.engine.comm.collectives import Axis
-from lightning_mfsdp.engine.comm.process_groups import kept
 
 __all__ = ["BACKWARD", "FORWARD", "REDUCTION", "Event", "GatherOrder", "History"]
 

@@ -18,8 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import ShardingError
+from lightning_mfsdp.base.kept_groups import kept
 from lightning_mfsdp.engine.comm.collectives import Axis
-from lightning_mfsdp.engine.comm.process_groups import accelerator_type, init_alone, kept
+from lightning_mfsdp.engine.comm.process_groups import accelerator_type, init_alone
 
 __all__ = [
     "CONTEXT",
