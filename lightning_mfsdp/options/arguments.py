@@ -10,9 +10,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_mfsdp.base import compat
-from lightning_mfsdp.engine import MixedPrecisionPolicy
-from lightning_mfsdp.engine.core.unit import Unit, unit_of
-from lightning_mfsdp.engine.layout.placement import resolve_placement
+from lightning_mfsdp.engine import MixedPrecisionPolicy, is_sharded
+from lightning_mfsdp.engine.internals import other_arguments, policy_of
 from lightning_mfsdp.recompute import Recompute
 
 __all__ = [
@@ -153,7 +152,7 @@ def check_device(device_type: str) -> None:
 
 def check_batch_norms(module: nn.Module) -> None:
     """Raise a ValueError if `sync_batchnorm=True` comes too late: layers are replaced before they are sharded, or not at all."""
-    if all(unit_of(part) is None for part in module.modules()):
+    if not any(is_sharded(part) for part in module.modules()):
         return
     for name, layer in module.named_modules():
         if isinstance(layer, compat.BatchNorm) and not isinstance(layer, nn.SyncBatchNorm):
@@ -207,7 +206,6 @@ def ignored_parameters(module: nn.Module, wanted: Sequence[str | nn.Parameter]) 
 
 def warn_of_other_options(
     module: nn.Module,
-    root: Unit,
     policy: MixedPrecisionPolicy,
     sharding: str | int,
     outer_sharding: str | int,
@@ -215,26 +213,30 @@ def warn_of_other_options(
     unused_parameters: str,
 ) -> None:
     """Warn if a Trainer requests something else than how a model is sharded already; it stays unchanged."""
-    name = type(module).__name__
-    if root.policy != policy:
+    name, kept = type(module).__name__, policy_of(module)
+    if kept != policy:
         rank_zero_warn(
-            f"{name} is already sharded and keeps its policy {root.policy}; this run's precision means "
+            f"{name} is already sharded and keeps its policy {kept}; this run's precision means "
             f"{policy}. Use the same precision for both, or pass the policy that you sharded with as MFSDPStrategy(policy=...)"
         )
-    mesh = root.context.mesh
-    wanted = resolve_placement(sharding, outer_sharding, mesh.shard.size, mesh.outer.size if mesh.outer else 1)
-    groups = [group for unit in root.context.units for group in unit.groups if not group.spec.whole]
-    if any(group.placement != group.placement_for(wanted) for group in groups):
+    others = other_arguments(
+        module,
+        sharding=sharding,
+        outer_sharding=outer_sharding,
+        offload=offload,
+        unused_parameters=unused_parameters,
+    )
+    if "sharding" in others:
         rank_zero_warn(
             f"{name} is already sharded, but not with sharding={sharding!r}, outer_sharding={outer_sharding!r}; this does not change. "
             "Use one strategy for one model, or build the model again"
         )
-    if any(group.offloads != (offload is not None) for unit in root.context.units for group in unit.groups):
+    if "offload" in others:
         rank_zero_warn(
             f"{name} is already sharded, but not with offload={offload!r}; its main weights are not moved. Use one strategy "
             "for one model, or build the model again"
         )
-    if root.context.reductions.zeros_unused != (unused_parameters == "zero"):
+    if "unused_parameters" in others:
         rank_zero_warn(
             f"{name} is already sharded, but not with unused_parameters={unused_parameters!r}; this does not change. Use one "
             "strategy for one model, or build the model again"
@@ -243,7 +245,9 @@ def warn_of_other_options(
 
 def warn_of_other_policies(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
     """Warn if units that the user sharded by hand have another policy than the Trainer's; they keep theirs."""
-    others = [unit.name for part in module.modules() if (unit := unit_of(part)) is not None and unit.policy != policy]
+    others = [
+        name or type(module).__name__ for name, part in module.named_modules() if policy_of(part) not in (None, policy)
+    ]
     if others:
         rank_zero_warn(
             f"units {others[:4]} were given to fully_shard with another policy than this run's precision stands for ({policy}) and "

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.kept_groups import kept
-from lightning_mfsdp.engine.comm.mesh import CONTEXT, DATA, EXPERT, OUTER, SHARD, TENSOR, role_of
+from lightning_mfsdp.engine.internals import CONTEXT, DATA, EXPERT, OUTER, SHARD, TENSOR, role_of
 
 __all__ = ["MeshSizes", "RunMesh"]
 

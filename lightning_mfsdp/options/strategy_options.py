@@ -20,12 +20,12 @@ from lightning_mfsdp.context_parallel.sharing import METHODS
 from lightning_mfsdp.engine import (
     bring_home,
     fully_shard_units,
+    is_sharded,
     refuse_unsharded,
     sharded_parameters,
     units,
 )
-from lightning_mfsdp.engine.core.unit import unit_of
-from lightning_mfsdp.engine.layout.placement import resolve_placement
+from lightning_mfsdp.engine.internals import divided_over, resolve_placement
 from lightning_mfsdp.options.arguments import (
     check_adapters,
     check_blocks_per_unit,
@@ -174,19 +174,18 @@ class StrategyOptions(DeclaredOptions):
         precision.prepare_module(module, mesh.sharded)
         if mesh.tensor is not None:
             self._share_random_states(mesh.tensor, device)
-        root = unit_of(module)
-        if root is not None:
+        if is_sharded(module):
             bring_home(module)  # undo `.cpu()` or `.half()`
             refuse_unsharded(module)
             self._refuse_other_axes(module, mesh)
             self._recompute_in(module)
             warn_of_other_options(
-                module, root, precision.policy, self.sharding, self.outer_sharding, self.offload, self.unused_parameters
+                module, precision.policy, self.sharding, self.outer_sharding, self.offload, self.unused_parameters
             )
             return
         chosen: list[nn.Module | list[nn.Module]] = []
         experts: dict[nn.Module, DeviceMesh] = {}
-        if any(unit_of(part) is not None for part in module.modules()):
+        if any(is_sharded(part) for part in module.modules()):
             self._refuse_options_of_whole_models(module)
             self._refuse_other_axes(module, mesh)
         else:
@@ -267,15 +266,14 @@ class StrategyOptions(DeclaredOptions):
         Raises:
             ValueError: This run has others.
         """
-        groups = [group for part in module.modules() if (unit := unit_of(part)) is not None for group in unit.groups]
-        found = next((group.mesh.tensor.size for group in groups if group.mesh.tensor is not None), 1)
+        found, experts = divided_over(module)
         wanted = 1 if mesh.tensor is None else dist.get_world_size(mesh.tensor)
         if found != wanted:
             raise ValueError(
                 f"this run has {wanted} tensor ranks, and {type(module).__name__} is sharded already with {found}, which does not change. "
                 "Use one strategy for one model, or build the model again and load a checkpoint: it is read with any number of tensor ranks"
             )
-        if mesh.experts is not None and all(group.mesh.expert is None for group in groups):
+        if mesh.experts is not None and experts == 1:
             raise ValueError(
                 f"expert={self.expert}, but {type(module).__name__} is sharded already with all experts on every rank, which does not "
                 "change. Use one strategy for one model, or build the model again and load a checkpoint"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_mfsdp._lightning_api import Trainer, TrainerFn, collect_rng_states, set_rng_states
 from lightning_mfsdp.engine import has_gradient, reduce_pending, sharded_parameters
-from lightning_mfsdp.engine.core.sharded_tensor import Rows
+from lightning_mfsdp.engine.internals import placed_as
 
 __all__ = [
     "GRADIENTS",
@@ -155,6 +155,6 @@ class PendingGradients:
     def _set(self, rows: Mapping[str, Tensor]) -> None:
         for view in sharded_parameters(self._module):
             found = rows.get(view.name)
-            if found is not None and isinstance(view.dtensor, Rows):
+            if found is not None:
                 rows_here = found.to(view.local.device, view.local.grad_dtype)
-                view.dtensor.grad = Rows.over(rows_here, view.dtensor)
+                view.dtensor.grad = placed_as(rows_here, view.dtensor)

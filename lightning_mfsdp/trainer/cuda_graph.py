@@ -17,8 +17,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_mfsdp._lightning_api import is_param_in_hook_signature
-from lightning_mfsdp.engine import EngineStateError
-from lightning_mfsdp.engine.features.graphs.captured_loss import CapturedLoss
+from lightning_mfsdp.engine import CapturedLoss, EngineStateError
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

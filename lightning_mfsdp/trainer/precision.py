@@ -17,8 +17,7 @@ from lightning_mfsdp._lightning_api import (
     Precision,
 )
 from lightning_mfsdp.engine import MixedPrecisionPolicy, clip_grad_value_
-from lightning_mfsdp.engine.optimizer.adopt import gradient_places
-from lightning_mfsdp.engine.optimizer.norm import clip_finite_
+from lightning_mfsdp.engine.internals import clip_finite_, gradient_places
 from lightning_mfsdp.options.dtypes import (
     ShardedPrecision,
     translate,

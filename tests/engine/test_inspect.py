@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightning_mfsdp.engine import ShardingError, fully_shard, refresh_weights, sharded_parameters
+from lightning_mfsdp.engine.internals import placed_as, unsharded_of, view_of
 from tests.engine.worlds import by_world, check
 from tests.helpers.models import build
 
@@ -40,7 +41,37 @@ def a_module_without_sharded_parameters_is_still_refused(rank: int, world: int) 
         refresh_weights(build())
 
 
+def a_parameter_is_found_by_each_of_its_representations_and_what_is_made_of_it(rank: int, world: int) -> None:
+    model = build()
+    full = model.head.weight
+    fully_shard(model)
+    (view,) = (view for view in sharded_parameters(model) if view.name == "head.weight")
+    for tensor in (full, view.dtensor, view.local, model.state_dict()["head.weight"]):
+        found = view_of(tensor)
+        assert found is not None
+        assert (found.name, found.shape, found.piece) == ("head.weight", view.shape, view.piece)
+        assert found.local is view.local
+        assert unsharded_of(tensor) is full
+    plain = torch.zeros(3)
+    assert view_of(plain) is None
+    assert unsharded_of(plain) is None
+
+
+def rows_are_placed_as_those_of_a_parameter(rank: int, world: int) -> None:
+    model = build()
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    fully_shard(model)
+    for view in sharded_parameters(model):
+        made = placed_as(view.main * 2, view.dtensor)
+        assert made.shape == view.shape
+        assert torch.equal(made.full_tensor(), before[view.name] * 2)
+    rows = torch.arange(6.0)
+    assert torch.equal(placed_as(rows, torch.zeros(2, 3)), rows.view(2, 3)), "of what is not sharded these are all"
+
+
 CASES = [
+    a_parameter_is_found_by_each_of_its_representations_and_what_is_made_of_it,
+    rows_are_placed_as_those_of_a_parameter,
     parameters_of_the_unit_around_a_part_are_found,
     weights_written_through_such_a_part_are_taken_over,
     a_module_without_sharded_parameters_is_still_refused,

@@ -1,4 +1,4 @@
-"""Read-only views of a sharded module, for checkpoints, callbacks, summaries and tests."""
+"""Read-only views of a sharded module and of single parameters, for checkpoints, callbacks, summaries and tests."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.engine.core.context import Context
-from lightning_mfsdp.engine.core.group import ParameterGroup, place_of
+from lightning_mfsdp.engine.core.group import ParameterGroup, owner_of, place_of
 from lightning_mfsdp.engine.core.parameter import Entry
 from lightning_mfsdp.engine.core.piece import Piece
+from lightning_mfsdp.engine.core.sharded_tensor import Rows
 from lightning_mfsdp.engine.core.unit import Unit, unit_of
 
 __all__ = [
@@ -24,11 +25,14 @@ __all__ = [
     "gradients_at_hand",
     "is_sharded",
     "local_gradients",
+    "placed_as",
     "refuse_unsharded",
     "sharded_parameters",
     "units",
     "units_in",
     "units_of_own",
+    "unsharded_of",
+    "view_of",
 ]
 
 
@@ -152,6 +156,34 @@ def sharded_parameters(module: nn.Module) -> list[ParameterView]:
     return [
         _view(group, entry, names[id(entry)]) for group, entry in sorted(found, key=lambda pair: order[id(pair[1])])
     ]
+
+
+def view_of(tensor: Tensor) -> ParameterView | None:
+    """The sharded parameter that a tensor is, in any representation, or was made of, such as an entry of a state dict.
+
+    Returns:
+        A view whose name is the one inside the module that was given to `fully_shard`, and whose `local` is the same object for the same
+        parameter; `None` for all other tensors.
+    """
+    owner = owner_of(tensor)
+    return None if owner is None else _view(*owner, (owner[1].name,))
+
+
+def unsharded_of(tensor: Tensor) -> nn.Parameter | None:
+    """What forward and autograd see of the parameter that `view_of` finds."""
+    owner = owner_of(tensor)
+    return None if owner is None else owner[1].full
+
+
+def placed_as(rows: Tensor, like: Tensor) -> Tensor:
+    """This rank's rows of a tensor that is distributed as `like`: a DTensor if that is sharded, otherwise `rows` in its shape. No copy.
+
+    Args:
+        rows: As many as this rank has of `like`.
+        like: Of a sharded parameter, or any tensor that every rank has whole.
+    """
+    made: Tensor = Rows.over(rows, like) if isinstance(like, Rows) else rows.reshape(like.shape)
+    return made
 
 
 def refuse_unsharded(module: nn.Module) -> None:
