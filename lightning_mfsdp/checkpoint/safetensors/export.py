@@ -31,8 +31,8 @@ from lightning_mfsdp.checkpoint.safetensors.files import (
 )
 from lightning_mfsdp.checkpoint.state.index import plain_name
 from lightning_mfsdp.checkpoint.state.sharded import paths_of, tied_names
-from lightning_mfsdp.engine.core.group import owner_of
-from lightning_mfsdp.engine.core.parameter import Entry
+from lightning_mfsdp.engine import ParameterView
+from lightning_mfsdp.engine.internals import unsharded_of, view_of
 
 __all__ = ["export_checkpoint", "export_model"]
 
@@ -135,7 +135,7 @@ def export_model(
     state = module.state_dict(keep_vars=True)
     described: _Described = {name: _describe(value) for name, value in state.items()}
     # A value that a hook computed from a parameter is not tied to it.
-    tied = tied_names({name: value for name, value in state.items() if _entry(value) or not isinstance(value, DTensor)})
+    tied = tied_names({name: value for name, value in state.items() if _view(value) or not isinstance(value, DTensor)})
     described.update(tied)
     files = plan_files(options.plan(doing, described), max_shard_bytes)
     with (
@@ -261,26 +261,26 @@ def _file_source(path: Location, weights_only: bool | None) -> tuple[_Described,
 # -- from a model ------------------------------------------------------------------------------------------------------
 
 
-def _entry(value: Any) -> Entry | None:
+def _view(value: Any) -> ParameterView | None:
     """The parameter that a value of a state dict is, in any representation; `None` for what was computed from one."""
-    owner = owner_of(value) if isinstance(value, Tensor) else None
-    if owner is None:
+    view = view_of(value) if isinstance(value, Tensor) else None
+    if view is None:
         return None
-    return owner[1] if any(value is one for one in (owner[1].full, owner[1].sharded, owner[1].local)) else None
+    return view if any(value is one for one in (view.dtensor, view.local, unsharded_of(value))) else None
 
 
 def _describe(value: Any) -> tuple[torch.Size, torch.dtype] | None:
     if not isinstance(value, Tensor):
         return None
-    entry = _entry(value)
-    return (value.shape, value.dtype) if entry is None else (entry.shape, entry.local.dtype)
+    view = _view(value)
+    return (value.shape, value.dtype) if view is None else (view.shape, view.dtype)
 
 
 def _whole(value: Tensor) -> Tensor:
     """The whole of a value of a state dict; for a parameter, that of its main weight. Collective."""
-    entry = _entry(value)
-    if entry is not None:
-        return entry.sharded.full_tensor()
+    view = _view(value)
+    if view is not None:
+        value = view.dtensor
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 

@@ -19,7 +19,7 @@ from lightning_mfsdp.checkpoint.state.index import ParameterIndex, plain_name
 from lightning_mfsdp.checkpoint.state.sharded import check_names, check_restored, tied_names
 from lightning_mfsdp.checkpoint.state.translation import Translation
 from lightning_mfsdp.engine import ShardingError, refresh_weights
-from lightning_mfsdp.engine.core.piece import Piece
+from lightning_mfsdp.engine.internals import Piece
 
 __all__ = ["load_safetensors"]
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_mfsdp.checkpoint.state.piece_shard import PieceShard
 from lightning_mfsdp.engine import ParameterView, sharded_parameters
-from lightning_mfsdp.engine.core.piece import Piece
+from lightning_mfsdp.engine.internals import Piece
 
 __all__ = ["FullNames", "ParameterIndex", "plain_name"]
 

@@ -36,7 +36,7 @@ from lightning_mfsdp.checkpoint.state.sharded import (
     refresh,
     rows_by_name,
 )
-from lightning_mfsdp.engine.core.sharded_tensor import Rows
+from lightning_mfsdp.engine.internals import placed_as
 
 __all__ = ["ModelPlan", "finish_model", "known_names", "load_model", "plan_model", "settle"]
 
@@ -193,8 +193,7 @@ def _apart(shown: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """The same entry in memory of its own, as `load_state_dict` gets it and as it is filled."""
     if isinstance(target, PieceShard):
         local = torch.empty_like(target.local, requires_grad=False)
-        made = Rows.over(local, shown) if isinstance(shown, Rows) else local.reshape(shown.shape)
-        return made, target.with_local(local)
+        return placed_as(local, shown), target.with_local(local)
     made = torch.empty_like(shown.detach())
     return made, made
 

@@ -17,7 +17,7 @@ from lightning_mfsdp.checkpoint.io.location import Location
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex, plain_name
 from lightning_mfsdp.checkpoint.state.on_disk import Reads
 from lightning_mfsdp.checkpoint.state.piece_shard import PieceShard
-from lightning_mfsdp.engine.core.sharded_tensor import Rows
+from lightning_mfsdp.engine.internals import placed_as
 
 __all__ = [
     "PARAMETER_STATES",
@@ -63,8 +63,9 @@ def whole_rows(index: ParameterIndex, rows: Mapping[str, Tensor], *, keep: bool)
     found: dict[str, Tensor] = {}
     for name, value in rows.items():
         view = index.views.get(plain_name(name))
-        if view is not None and isinstance(view.dtensor, Rows):
-            value = Rows.over(value.to(view.main.device), view.dtensor).full_tensor()
+        if view is not None:
+            sharded: Any = placed_as(value.to(view.main.device), view.dtensor)
+            value = sharded.full_tensor()
         if keep:
             found[plain_name(name)] = value.cpu()
         del value  # frees its memory before the next one is gathered

@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
-from lightning_mfsdp.engine.core.piece import Piece
-from lightning_mfsdp.engine.core.saved_piece import chunk_memory, chunks_to_read, items_to_write
+from lightning_mfsdp.engine.internals import Piece, chunk_memory, chunks_to_read, items_to_write
 
 __all__ = ["PieceShard"]
 

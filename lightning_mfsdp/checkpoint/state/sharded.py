@@ -29,7 +29,7 @@ from lightning_mfsdp.checkpoint.io.ranks import Ranks
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex, plain_name
 from lightning_mfsdp.checkpoint.state.piece_shard import PieceShard
 from lightning_mfsdp.engine import is_sharded, make_replicas_equal
-from lightning_mfsdp.engine.core.group import place_of
+from lightning_mfsdp.engine.internals import view_of
 
 __all__ = [
     "check_names",
@@ -100,9 +100,9 @@ def tied_names(state: Mapping[str, Any]) -> dict[str, str]:
 
 def identity_of(value: Any) -> tuple[Any, ...] | None:
     """A key that is equal for entries of a state dict that share all their memory; `None` for entries that share none."""
-    place = place_of(value) if isinstance(value, Tensor) else None
-    if place is not None:
-        return id(place[0]), place[1]
+    view = view_of(value) if isinstance(value, Tensor) else None
+    if view is not None:
+        return (id(view.local),)
     if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided or not value.numel():
         return None
     return value.data_ptr(), value.shape, value.stride(), value.dtype

@@ -19,14 +19,12 @@ from lightning_mfsdp.checkpoint.state.index import ParameterIndex, plain_name
 from lightning_mfsdp.checkpoint.state.on_disk import Reads
 from lightning_mfsdp.checkpoint.state.piece_shard import PieceShard
 from lightning_mfsdp.engine import ParameterView
-from lightning_mfsdp.engine.core.group import as_local, owner_of
-from lightning_mfsdp.engine.core.rows import sharded_axes
-from lightning_mfsdp.engine.features.offload.offloaded_state import empty_at_rest, put_to_rest
-from lightning_mfsdp.engine.optimizer.adopt import prepare_state, steps_rows
+from lightning_mfsdp.engine.internals import empty_at_rest, prepare_state, put_to_rest, steps_rows, view_of
 
 __all__ = [
     "OptimizerPlan",
     "check_optimizer",
+    "is_divided",
     "is_packed",
     "optimizer_state",
     "plan_optimizer",
@@ -48,7 +46,7 @@ def optimizer_state(index: ParameterIndex, optimizer: Optimizer) -> dict[str, An
         name = index.name_of(parameter)
         view = index.views.get(name)
         state[name] = {
-            key: _state_value(f"{name}.{key}", value, view, parameter, of_rows=of_rows) for key, value in values.items()
+            key: _state_value(f"{name}.{key}", value, view, of_rows=of_rows) for key, value in values.items()
         }
     groups = []
     for group, names in zip(optimizer.param_groups, index.names_by_group(optimizer), strict=True):
@@ -163,7 +161,7 @@ def restore_optimizer(
     groups = []
     for present, saved, names in zip(optimizer.param_groups, param_groups, names_by_group, strict=True):
         groups.append({**present, **saved, "params": [numbers[name] for name in names]})
-    held = [as_local(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    held = [_local(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     state = {
         numbers[name]: {key: _at_rest(value, held[numbers[name]]) for key, value in values.items()}
         for name, values in state_by_name.items()
@@ -172,13 +170,19 @@ def restore_optimizer(
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
+def _local(parameter: Tensor) -> Tensor:
+    """This rank's rows of what an optimizer holds; itself if it is not sharded."""
+    view = view_of(parameter)
+    return parameter if view is None else view.local
+
+
 def _at_rest(value: Any, local: Tensor) -> Any:
     """State of local rows in the memory where the optimizer keeps it. Its `load_state_dict` makes it a DTensor if necessary."""
     rows = value.local if isinstance(value, PieceShard) else value
     return put_to_rest(rows, local) if isinstance(rows, Tensor) and rows.dim() else rows
 
 
-def _state_value(name: str, value: Any, view: ParameterView | None, parameter: Tensor, *, of_rows: bool) -> Any:
+def _state_value(name: str, value: Any, view: ParameterView | None, *, of_rows: bool) -> Any:
     if view is None or not isinstance(value, Tensor):
         return value
     local = value.to_local() if isinstance(value, DTensor) else value
@@ -198,8 +202,7 @@ def _state_value(name: str, value: Any, view: ParameterView | None, parameter: T
                 "optimizer keep it whole on all ranks, or save weights only"
             )
         return local
-    owner = owner_of(parameter)
-    if value.numel() > 1 and of_rows and owner is not None and sharded_axes(owner[0], owner[0].entries.index(owner[1])):
+    if value.numel() > 1 and of_rows and is_divided(view):
         raise ValueError(
             f"optimizer state {name}: a tensor of shape {tuple(value.shape)} was made of this rank's rows of shape "
             f"{tuple(view.local.shape)}, so each rank has another one; a sharded checkpoint can hold state shaped like its parameter, or "
@@ -207,6 +210,12 @@ def _state_value(name: str, value: Any, view: ParameterView | None, parameter: T
             "only"
         )
     return value
+
+
+def is_divided(view: ParameterView) -> bool:
+    """Whether ranks have different numbers of a parameter; all ranks agree."""
+    placements = view.dtensor.placements if isinstance(view.dtensor, DTensor) else ()
+    return any(placement.is_shard() for placement in placements)
 
 
 def is_packed(value: Tensor) -> bool:

@@ -17,10 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_mfsdp.base.containers import map_tensors
-from lightning_mfsdp.checkpoint.state.sharded_optimizer import is_packed
-from lightning_mfsdp.engine.core.group import ParameterGroup, place_of
-from lightning_mfsdp.engine.core.rows import gather_rows, sharded_axes
-from lightning_mfsdp.engine.optimizer.adopt import prepare_state
+from lightning_mfsdp.checkpoint.state.sharded_optimizer import is_divided, is_packed
+from lightning_mfsdp.engine import ParameterView
+from lightning_mfsdp.engine.internals import placed_as, prepare_state, view_of
 
 __all__ = ["full_state_dict", "whole_model_state", "whole_optimizer_state"]
 
@@ -63,7 +62,7 @@ def whole_model_state(state: Mapping[str, Any], *, keep: bool) -> dict[str, Any]
     whole: OrderedDict[str, Any] = OrderedDict()
     if keep and hasattr(state, "_metadata"):
         whole._metadata = state._metadata  # type: ignore[attr-defined]  # versions of modules
-    known: dict[tuple[int, int], list[Tensor]] = {}
+    known: dict[int, list[Tensor]] = {}
     for name, value in state.items():
         tensor = value.full_tensor() if isinstance(value, DTensor) else value
         if keep:
@@ -72,12 +71,12 @@ def whole_model_state(state: Mapping[str, Any], *, keep: bool) -> dict[str, Any]
     return whole
 
 
-def _once(tensor: Tensor, origin: Tensor, known: dict[tuple[int, int], list[Tensor]]) -> Tensor:
+def _once(tensor: Tensor, origin: Tensor, known: dict[int, list[Tensor]]) -> Tensor:
     """Tied weights stay one tensor, as in the state dict of a plain model."""
-    place = place_of(origin)
-    if place is None:
+    view = view_of(origin)
+    if view is None:
         return tensor
-    alike = known.setdefault((id(place[0]), place[1]), [])
+    alike = known.setdefault(id(view.local), [])
     for other in alike:
         if other.dtype is tensor.dtype and torch.equal(other, tensor):
             return other
@@ -97,15 +96,19 @@ def whole_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any]
     """
     prepare_state(optimizer)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    described = [_described(optimizer.state.get(parameter, {}), parameter) for parameter in parameters]
+    views = [view_of(parameter) for parameter in parameters]
+    described = [
+        _described(optimizer.state.get(parameter, {}), view) for parameter, view in zip(parameters, views, strict=True)
+    ]
     layout = _agreed(described)
     state: dict[int, dict[str, Any]] = {}
-    for number, (parameter, parts) in enumerate(zip(parameters, layout, strict=True)):
+    for number, (parameter, view, parts) in enumerate(zip(parameters, views, layout, strict=True)):
         own = optimizer.state.get(parameter, {})
         for key, part in parts.items():
             value = own.get(key) if isinstance(part, _OnEveryRank) else part
             if isinstance(part, _RowsOf):
-                value = _gathered(own.get(key), part.dtype, parameter)
+                assert view is not None, "only sharded parameters have rows"
+                value = _gathered(own.get(key), part.dtype, view)
             if keep:
                 state.setdefault(number, {})[key] = map_tensors(_on_host, value)
             del value  # as above
@@ -124,25 +127,23 @@ def _on_host(value: Tensor) -> Tensor:
     return (value.to_local() if isinstance(value, DTensor) else value).detach().cpu()
 
 
-def _described(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+def _described(state: Mapping[str, Any], view: ParameterView | None) -> dict[str, Any]:
     """Each state of a parameter: how this rank's rows of it look, or the value where it is the same on all ranks."""
-    place = place_of(parameter)
     described: dict[str, Any] = {}
     for key, value in state.items():
-        if place is not None and not sharded_axes(*place):
-            described[key] = _OnEveryRank(place[0].entries[place[1]].name)
+        if view is not None and not is_divided(view):
+            described[key] = _OnEveryRank(view.name)
             continue
-        if place is None or not isinstance(value, Tensor) or not value.dim():
+        if view is None or not isinstance(value, Tensor) or not value.dim():
             described[key] = value.detach().cpu() if isinstance(value, Tensor) else value
             continue
-        entry = place[0].entries[place[1]]
         local = value.to_local() if isinstance(value, DTensor) else value
         problem = ""
         if is_packed(local):
-            problem = f"{key} of parameter {entry.name}: a {type(local).__name__}"
-        elif local.shape != entry.local.shape:
+            problem = f"{key} of parameter {view.name}: a {type(local).__name__}"
+        elif local.shape != view.local.shape:
             problem = (
-                f"{key} of parameter {entry.name}: {tuple(local.shape)} where its rows are {tuple(entry.local.shape)}"
+                f"{key} of parameter {view.name}: {tuple(local.shape)} where its rows are {tuple(view.local.shape)}"
             )
         described[key] = _RowsOf(value.dtype, problem)
     return described
@@ -178,14 +179,11 @@ def _agreed(described: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return merged
 
 
-def _gathered(rows: Any, dtype: torch.dtype, parameter: Tensor) -> Tensor:
-    place = place_of(parameter)
-    assert place is not None, "only sharded parameters have rows"
-    group: ParameterGroup = place[0]
-    entry = group.entries[place[1]]
+def _gathered(rows: Any, dtype: torch.dtype, view: ParameterView) -> Tensor:
     if rows is None:
-        rows = torch.empty_like(entry.local, dtype=dtype, requires_grad=False)
+        rows = torch.empty_like(view.local, dtype=dtype, requires_grad=False)
     elif isinstance(rows, DTensor):
         rows = rows.to_local()
-    with torch.no_grad():
-        return gather_rows(group, place[1], rows.detach())
+    sharded: Any = placed_as(rows.detach(), view.dtensor)
+    whole: Tensor = sharded.full_tensor()
+    return whole
