@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_mfsdp._lightning_api import BackboneFinetuning, BaseFinetuning, LightningModule, Trainer
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex, plain_name
-from lightning_mfsdp.engine.core.group import owner_of
+from lightning_mfsdp.engine.internals import view_of
 from lightning_mfsdp.trainer.callback_hooks import PreparesOptimizers
 
 __all__ = ["ShardedBackboneFinetuning", "ShardedFinetuning"]
@@ -116,8 +116,8 @@ class ShardedBackboneFinetuning(ShardedFinetuning, BackboneFinetuning):
 
 def _identity(parameter: Tensor) -> int:
     """The same for all representations of a parameter."""
-    found = owner_of(parameter)
-    return id(parameter if found is None else found[1])
+    view = view_of(parameter)
+    return id(parameter if view is None else view.local)
 
 
 def _parameters(module: nn.Module) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from lightning_mfsdp._lightning_api import (
     get_human_readable_count,
 )
 from lightning_mfsdp.engine import units
-from lightning_mfsdp.engine.core.group import owner_of
+from lightning_mfsdp.engine.internals import view_of
 from lightning_mfsdp.trainer.strategy import MFSDPStrategy
 
 __all__ = ["ShardedModelSummary", "ShardedSummary"]
@@ -79,7 +79,7 @@ class ShardedSummary(Summary):
     def rank_model_size(self) -> float:
         """Memory that weights keep on this rank, in MB: main weights, additional compute weights, padding."""
         sharded_bytes = sum(view.main_bytes + view.held_bytes for view in units(self._model))
-        others = [parameter for parameter in self._model.parameters() if owner_of(parameter) is None]
+        others = [parameter for parameter in self._model.parameters() if view_of(parameter) is None]
         return (sharded_bytes + sum(_local(parameter).nbytes for parameter in others)) / 1e6
 
     @property

@@ -21,9 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_mfsdp.base.part import part_of
 from lightning_mfsdp.engine import ShardingError, note_collective
-from lightning_mfsdp.engine.comm.collectives import Axis
-from lightning_mfsdp.engine.comm.mesh import EXPERT, axis_of
-from lightning_mfsdp.engine.core.group import owner_of
+from lightning_mfsdp.engine.internals import EXPERT, Axis, axis_of, view_of
 from lightning_mfsdp.moe.experts import ExpertsOfRank, GroupedExperts
 from lightning_mfsdp.moe.huggingface import DIVIDED, DividedExperts, is_grouped_layer
 from lightning_mfsdp.moe.once import differentiable_once
@@ -70,7 +68,7 @@ def expert_parallel(
         )
     names = ("gate_up_proj", "down_proj") if is_of_model else ("weight_in", "weight_out")
     before = vars(experts).get(DIVIDED) if is_of_model else held.dispatcher
-    if before is not None or owner_of(getattr(held, names[0])) is not None:
+    if before is not None or view_of(getattr(held, names[0])) is not None:
         raise ShardingError(
             "expert_parallel: these experts are divided or sharded already; call it once for each module, before fully_shard"
         )

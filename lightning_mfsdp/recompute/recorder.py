@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import lightning_mfsdp.te as te
 from lightning_mfsdp.base.containers import tensors_in
-from lightning_mfsdp.engine.core.unit import unit_of
+from lightning_mfsdp.engine.internals import unsharded_of
 from lightning_mfsdp.recompute.apply import find_stacks, recomputed
 from lightning_mfsdp.recompute.planner import LayerRecord, Part, StepRecord
 from lightning_mfsdp.recompute.region import can_stop_early
@@ -250,10 +250,10 @@ def _any_needs_grad(*tensors: Iterable[Tensor]) -> bool:
 
 def _weight_storages(root: nn.Module) -> set[int]:
     """Storages of weights at the moment, including unsharded ones of units."""
-    units = [unit for module in root.modules() if (unit := unit_of(module)) is not None]
-    parameters: list[nn.Parameter] = [entry.full for unit in units for group in unit.groups for entry in group.entries]
-    parameters += [one for module in root.modules() for one in module._parameters.values() if type(one) is nn.Parameter]
-    return {parameter.untyped_storage().data_ptr() for parameter in parameters} - {0}
+    shown = [one for module in root.modules() for one in module._parameters.values() if one is not None]
+    unsharded = [found for one in shown if (found := unsharded_of(one)) is not None]
+    plain = [one for one in shown if type(one) is nn.Parameter]
+    return {weight.untyped_storage().data_ptr() for weight in (*unsharded, *plain)} - {0}
 
 
 class MemoryCounter(Protocol):

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_mfsdp.engine.core.codec import Fragment, WeightCodec
+from lightning_mfsdp.engine.internals import Fragment, WeightCodec
 from lightning_mfsdp.te.library import is_a, load
 from lightning_mfsdp.te.quantized_weights import quantize_late
 

@@ -22,8 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_mfsdp.base import compat
-from lightning_mfsdp.engine.core.group import owner_of
-from lightning_mfsdp.engine.features.direct_gradients import gradient_memory
+from lightning_mfsdp.engine.internals import gradient_memory, unsharded_of
 
 __all__ = ["fuse_weight_gradients"]
 
@@ -40,7 +39,7 @@ def fuse_weight_gradients(module: nn.Module) -> list[str]:
     layers: dict[str, Any] = {}
     for name, layer in module.named_modules():
         if getattr(layer, "fuse_wgrad_accumulation", False):
-            foreign = [weight for weight in _matrices(layer) if owner_of(weight) is None]
+            foreign = [weight for weight in _matrices(layer) if unsharded_of(weight) is None]
             if not foreign:
                 layers[name] = layer
             elif not all("main_grad" in vars(weight) for weight in foreign):
@@ -55,18 +54,13 @@ def fuse_weight_gradients(module: nn.Module) -> list[str]:
 
 
 def _matrices(layer: nn.Module) -> list[nn.Parameter]:
-    """The tensor used in products, for any representation."""
-    found = []
-    for parameter in layer.parameters(recurse=False):
-        owned = owner_of(parameter)
-        if len(parameter.shape if owned is None else owned[1].shape) == 2:
-            found.append(parameter)
-    return found
+    """The tensors used in products, in any representation."""
+    return [parameter for parameter in layer.parameters(recurse=False) if parameter.dim() == 2]
 
 
 def _weights_of(layer: nn.Module) -> list[nn.Parameter]:
     """The unsharded matrices of a layer."""
-    return [owned[1].full for weight in _matrices(layer) if (owned := owner_of(weight)) is not None]
+    return [unsharded for weight in _matrices(layer) if (unsharded := unsharded_of(weight)) is not None]
 
 
 def _forget_memory(reference: weakref.ref[nn.Parameter]) -> None:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_mfsdp._lightning_api import LightningModule, Trainer
-from lightning_mfsdp.engine.features.graphs.captured_loss import loss_in
 from lightning_mfsdp.trainer.continuation import random_state, restore_random_state
 from lightning_mfsdp.trainer.strategy import MFSDPStrategy
 
@@ -139,8 +138,8 @@ class StepMemory:
     def _run(self, microbatch: _Microbatch) -> None:
         outputs = self._strategy.training_step(*microbatch.arguments)
         if outputs is not None:
-            loss = loss_in(outputs) / self._trainer.accumulate_grad_batches
-            self._strategy.backward(loss, None)
+            loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
+            self._strategy.backward(loss / self._trainer.accumulate_grad_batches, None)
 
 
 def _all_buffers(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
