@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -12,6 +13,7 @@ import pytest
 
 import lightning_mfsdp
 import lightning_mfsdp.engine as engine
+import lightning_mfsdp.engine.internals as internals
 import lightning_mfsdp.ops as ops
 from tests.figures.code import circles, import_edges, sources
 
@@ -20,7 +22,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ENGINE = sorted([*(PACKAGE / "base").rglob("*.py"), *(PACKAGE / "engine").rglob("*.py")])
 
 LIGHTNING = ("lightning", "lightning_utilities", "torch", "torchmetrics")
-# What each room may import besides the standard library. Rooms not listed are upper ones and may import everything.
+# What each room may import besides the standard library. Rooms not listed are upper ones and may import everything, but for what is inside
+# the engine (`DOORS`).
 ALLOWED = {
     "base": {"torch", "tqdm", "lightning_mfsdp.base"},
     "engine": {"torch", "lightning_mfsdp.base", "lightning_mfsdp.engine"},
@@ -198,6 +201,106 @@ def test_the_import_check_sees_local_and_relative_imports(tmp_path, monkeypatch)
     ]
 
 
+# How other rooms use the engine: its public names, and what it offers to them alone.
+DOORS = {module.__name__: frozenset(module.__all__) for module in (engine, internals)}
+OTHER_ROOMS = [path for path in FILES if room_of(path) not in ("base", "engine")]
+
+
+def engine_imports(tree: ast.AST) -> Iterator[tuple[int, str, str | None]]:
+    """Lines that name something of the engine: the module, and what of it; `None`: all of it, by a module's name."""
+    inside = f"{engine.__name__}."
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found = [(alias.name, None) for alias in node.names if f"{alias.name}.".startswith(inside)]
+        elif isinstance(node, ast.ImportFrom):
+            given = [(f"{node.module}", alias.name) for alias in node.names]
+            found = [(module, name) for module, name in given if f"{module}.{name}.".startswith(inside)]
+        elif isinstance(node, ast.Attribute):
+            found = [(text, None)] if (text := ast.unparse(node)) == engine.__name__ else []
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found = [(node.value, None)] if node.value.startswith(inside) else []  # for `import_module`
+        else:
+            continue
+        yield from ((node.lineno, *one) for one in found)
+
+
+def reaches(tree: ast.AST) -> list[tuple[int, str]]:
+    """Lines that use more of the engine than its doors offer, and what they use."""
+    return [
+        (line, f"{module}.{name}" if name else module)
+        for line, module, name in engine_imports(tree)
+        if name not in DOORS.get(module, ())
+    ]
+
+
+def test_other_rooms_use_what_the_engine_offers_and_nothing_inside_it():
+    """Its files may then be moved and changed without looking at theirs."""
+    wrong = [f"{where(path, line)} uses {used}" for path in OTHER_ROOMS for line, used in reaches(tree_of(path))]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_import_is_relative():
+    """What `engine_imports` reads are names."""
+    wrong = [
+        where(path, node.lineno)
+        for path in FILES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ImportFrom) and node.level
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from lightning_mfsdp.engine.core.group import owner_of",
+        "def f():\n    from lightning_mfsdp.engine.core import group",
+        "if TYPE_CHECKING:\n    from lightning_mfsdp.engine.core.unit import Unit",
+        "import lightning_mfsdp.engine.core.unit",
+        "import lightning_mfsdp.engine as engine",
+        "from lightning_mfsdp import engine",
+        "from lightning_mfsdp.engine import core",
+        "from lightning_mfsdp.engine import internals",
+        "from lightning_mfsdp.engine import fully_shard as shard, place_of",
+        "from lightning_mfsdp.engine.internals import owner_of",
+        "from lightning_mfsdp.engine.internals import *",
+        "import lightning_mfsdp\nlightning_mfsdp.engine.core.unit.unit_of(1)",
+        "import_module('lightning_mfsdp.engine.core.unit')",
+    ],
+)
+def test_the_check_of_reaches_can_fail(source):
+    assert reaches(ast.parse(source))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from lightning_mfsdp.engine import fully_shard, units",
+        "from lightning_mfsdp.engine.internals import Piece, view_of as found",
+        "from lightning_mfsdp.engines import other",
+    ],
+)
+def test_the_check_of_reaches_lets_doors_be_used(source):
+    assert not reaches(ast.parse(source))
+
+
+def test_all_that_the_engine_offers_to_other_rooms_is_used_explained_and_not_public():
+    used = {
+        name
+        for path in OTHER_ROOMS
+        for _, module, name in engine_imports(tree_of(path))
+        if module == internals.__name__
+    }
+    assert used == set(internals.__all__)
+    assert not used & set(engine.__all__), "public names come from the engine itself"
+    assert used <= set(re.findall(r"\w+", f"{internals.__doc__}")), "its docstring says what each is for"
+
+
+def test_the_engine_does_not_use_what_it_offers_to_other_rooms():
+    files = [path for path in ENGINE if name_of(path) != "engine/internals.py"]
+    assert [where(path, line) for path in files for line, module in imports(path) if module == internals.__name__] == []
+
+
 # From the lowest up. A file imports lower rooms and its own.
 LAYERS = (
     "base",
@@ -354,7 +457,9 @@ def test_the_set_check_can_fail(source):
     assert loops_over_sets(ast.parse(source))
 
 
-@pytest.mark.parametrize("module", [lightning_mfsdp, engine, ops], ids=["lightning_mfsdp", "engine", "ops"])
+@pytest.mark.parametrize(
+    "module", [lightning_mfsdp, engine, internals, ops], ids=["lightning_mfsdp", "engine", "internals", "ops"]
+)
 def test_public_names_are_sorted_and_importable(module):
     # Constants, then classes, then functions, as ruff sorts them.
     kind = {name: (not name.isupper(), name[0].islower(), name) for name in module.__all__}
