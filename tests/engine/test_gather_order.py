@@ -10,18 +10,16 @@ from datetime import timedelta
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
 
 from lightning_mfsdp.base import compat
-from lightning_mfsdp.engine import CollectiveError, EngineStateError, fully_shard, no_sync
+from lightning_mfsdp.engine import CollectiveError, EngineStateError, no_sync
 from lightning_mfsdp.engine.comm import gather_order
 from lightning_mfsdp.engine.comm.gather_order import BACKWARD, REDUCTION, GatherOrder, History
 from tests.engine.test_different_blocks import built
-from tests.helpers.chain import DIM, adamw, context, inputs, loss_of
+from tests.helpers.chain import adamw, context, inputs, loss_of
 from tests.helpers.distributed import run_distributed
 
 PATIENCE_S = 20.0
@@ -344,55 +342,6 @@ def test_nothing_is_checked_once_an_order_was_stopped():
 
 
 # -- processes -------------------------------------------------------------------------------------------------------------
-
-
-class Stack(nn.Module):
-    """Tokens, blocks and a head; the root owns what is not in a block. Blocks may run in any order."""
-
-    def __init__(self, order: list[int]) -> None:
-        super().__init__()
-        self.order, self.tokens = order, nn.Embedding(5, DIM)
-        self.blocks = nn.ModuleList(nn.Linear(DIM, DIM) for _ in order)
-        self.head = nn.Linear(DIM, 3)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens)
-        for index in self.order:
-            x = torch.tanh(self.blocks[index](x))
-        return self.head(x)
-
-
-def asked_in_steps(rank: int, world: int, order: list[int], tokens_are_a_unit: bool) -> tuple[list[int], int]:
-    """How often ranks asked each other by the end of each of four steps, and how many gathers and reductions there were."""
-    torch.manual_seed(0)
-    model = Stack(order)
-    if tokens_are_a_unit:
-        fully_shard(model.tokens)
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
-    optimizer, gathers, found = adamw(model), context(model).order, []
-    with mock.patch.object(gathers, "note", wraps=gathers.note) as note:
-        for step in range(4):
-            model(torch.tensor([step, rank])).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(gathers.asked)
-    return found, note.call_count
-
-
-@pytest.mark.parametrize("tokens_are_a_unit", [False, True])
-def test_ranks_do_not_ask_each_other_where_units_run_in_the_order_they_were_sharded(tokens_are_a_unit):
-    for found, noted in run_distributed(asked_in_steps, 2, [*range(8)], tokens_are_a_unit):
-        assert found == [0] * 4
-        assert noted > 4 * 20
-
-
-def test_ranks_ask_each_other_only_where_units_run_in_another_order():
-    few, many = (run_distributed(asked_in_steps, 2, [0, 1, 2, 4, 3, *range(5, length)], False)[0] for length in (8, 16))
-    assert few[1] < many[1]
-    assert few[0][0] == many[0][0] > 0
-    assert few[0][-1] == few[0][-2]
 
 
 def train(rank: int, world: int, *paths: list[int]) -> dict[str, str]:

@@ -26,7 +26,7 @@ from lightning_mfsdp.engine.core.group import ParameterGroup
 from lightning_mfsdp.engine.core.parameter import Entry
 from lightning_mfsdp.engine.core.planning import MemoryPlanner
 from lightning_mfsdp.engine.core.reduction_schedule import ReductionSchedule
-from lightning_mfsdp.engine.core.schedule import Schedule, expected_steps
+from lightning_mfsdp.engine.core.schedule import Schedule
 from lightning_mfsdp.engine.core.storage import SlotPool
 from lightning_mfsdp.engine.core.unit import Unit
 from lightning_mfsdp.engine.core.weights import GatherLane
@@ -317,8 +317,6 @@ class Context:
         if self._in_backward:
             self.recover()
         if self.schedule.note_forward(unit.number):
-            if self.order.is_on and not self.order.has_begun:
-                self.order.foresee(expected_steps(self.units, has_reductions=self.order.has_reductions))
             for group in self.groups:
                 group.gradients.close_main()
             if self.unfinished_steps:

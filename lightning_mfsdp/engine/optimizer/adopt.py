@@ -491,8 +491,6 @@ def _take_over_state(optimizer: Optimizer, *, local: bool, hides_rows: bool) -> 
     """
     state: Any = optimizer.state
     if type(state) is ShownState:
-        if hides_rows:
-            return
         optimizer.state = state.plain if local else state.as_table()  # type: ignore[assignment]
     for key, values in list(optimizer.state.items()):
         owner = owner_of(key)
