@@ -6,13 +6,10 @@ which are known to be the same on all ranks:
 
     it is the predicted one       no rank is queried; a step that repeats an earlier one costs half a microsecond for each gather
     it is another, or none was    the rank writes its gather into the store, and waits until all ranks have written the same. They do if
-    predicted                     all begin something new, such as an evaluation
+    predicted                     all begin something new: the first step, an evaluation
     a rank writes another one     no rank can go on: every rank gets an error with the units and the ranks
     a rank has gone on, as it     the same
     predicted
-
-The first steps are predicted from the order in which units were sharded (`foresee`): ranks that run them in that order ask nothing, and
-where they run in another one, they ask about those units alone, however many others there are.
 
 A silent rank may be late, or may be waiting in a gather for this rank. Therefore a thread of each process writes into the store how
 many gathers were begun, once that number has not changed for a second. Ends of backwards that reduce and steps of optimizers count like
@@ -31,8 +28,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -42,9 +38,7 @@ from lightning_mfsdp.base.errors import CollectiveError, EngineStateError
 from lightning_mfsdp.base.kept_groups import kept
 from lightning_mfsdp.engine.comm.collectives import Axis
 
-__all__ = ["BACKWARD", "FORWARD", "REDUCTION", "Event", "GatherOrder", "History"]
-
-Event: TypeAlias = tuple[int, int]  # number of the group among those of its root, and kind
+__all__ = ["BACKWARD", "FORWARD", "REDUCTION", "GatherOrder", "History"]
 
 FORWARD = 0
 BACKWARD = 1
@@ -141,15 +135,6 @@ class History:
             past.following = self._after_it(past, event)
         self._past = past.following
 
-    def foresee(self, steps: Iterable[Iterable[int]]) -> None:
-        """Expect these gathers next, each list until an optimizer steps, as if they had come before."""
-        past, before = self._past, self._steps
-        for events in steps:
-            for event in events:
-                self.add(event)
-            self.stepped()
-        self._past, self._steps = past, before
-
     def stepped(self) -> None:
         """An optimizer stepped: a new sequence begins."""
         past = self._past
@@ -238,20 +223,6 @@ class GatherOrder:
         made = kept(("gather order",), _Watch).order(dist.get_process_group_ranks(axis.group), axis.rank)
         made.has_reductions = not compat.uses_nccl(axis.group, device)
         return made
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether there was a gather or a reduction."""
-        return self._count > 0
-
-    def foresee(self, steps: Iterable[Iterable[Event]]) -> None:
-        """Expect these gathers and reductions in the first steps. All ranks expect the same.
-
-        Args:
-            steps: Of each step, all that comes before the end of its backward.
-        """
-        end = _WHOLE_BACKWARD[0], _WHOLE_BACKWARD[2]
-        self._history.foresee([number * len(_KINDS) + kind for number, kind in (*events, end)] for events in steps)
 
     def note(self, number: int, name: str, kind: int) -> None:
         """This rank is about to gather a group, or to reduce its gradients.
