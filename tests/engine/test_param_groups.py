@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -669,7 +670,12 @@ def what_is_shown_of_state_is_a_view_of_the_optimizers_own_table(rank: int, worl
     expected = copy.deepcopy(given)
     optimizer.state[first] = given
     assert torch.equal(optimizer.state[first]["exp_avg"].full_tensor(), expected["exp_avg"])
-    assert given["exp_avg"].numel() <= first.numel()  # the table that was given is the optimizer's now
+    assert all(
+        torch.equal(given[name], expected[name]) for name in ("exp_avg", "exp_avg_sq")
+    )  # the program's own stays
+    optimizer.state = apply_to_collection(optimizer.state, Tensor, torch.clone)  # as Lightning moves state
+    step()
+    assert float(optimizer.state[first]["step"]) == before + 2
 
     lacking = object()
     assert lacking not in optimizer.state

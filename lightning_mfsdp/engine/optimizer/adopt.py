@@ -126,7 +126,7 @@ class _Representations:
         if self.is_running or not self.differ:
             return
         state: Any = optimizer.state
-        shown = state if type(state) is ShownState else ShownState.of(state)
+        shown = state if type(state) is ShownState else ShownState(state)
         # Nothing can fail from here on.
         self.is_running = True
         _exchange(optimizer, self.shown, self.stepped)
@@ -137,13 +137,13 @@ class _Representations:
         if self.is_running:
             self.is_running = False
             _exchange(optimizer, self.stepped, self.shown)
-            optimizer.state = ShownState(optimizer.state)  # type: ignore[assignment]
+            optimizer.state = ShownState.over(optimizer.state)  # type: ignore[assignment]
 
     def end_unfinished(self, optimizer: Optimizer) -> None:
         """Called when it may have raised: the user may have put anything into the state since."""
         if self.is_running:
             self.end(optimizer)
-            optimizer.state = ShownState.of(optimizer.state)  # type: ignore[assignment]
+            optimizer.state = ShownState(optimizer.state)  # type: ignore[assignment]
 
 
 class _ShardedStep:

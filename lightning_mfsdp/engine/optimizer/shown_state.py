@@ -22,16 +22,21 @@ class ShownValues(MutableMapping[str, Any]):
     """The state of one parameter, by name: DTensors where it is shaped like the parameter.
 
     Args:
-        plain: The optimizer's own values, which are read and written.
-        entry: The parameter; `None` shows values as they are.
+        values: A copy of them, of no parameter: Lightning rebuilds mappings of their class in that way, to move what is in them.
     """
 
     __slots__ = ("_entry", "plain")
 
-    def __init__(self, plain: Mapping[str, Any] | None = None, entry: Entry | None = None) -> None:
-        # Lightning rebuilds mappings of their class, from one argument, to move what is in them.
-        self.plain: dict[str, Any] = plain if isinstance(plain, dict) else dict(plain or {})
-        self._entry = entry
+    def __init__(self, values: Mapping[str, Any] | None = None) -> None:
+        self.plain: dict[str, Any] = dict(values or {})
+        self._entry: Entry | None = None
+
+    @classmethod
+    def over(cls, plain: dict[str, Any], entry: Entry) -> ShownValues:
+        """A view of the optimizer's own values of a parameter, which are read and written."""
+        made = cls()
+        made.plain, made._entry = plain, entry
+        return made
 
     def __getitem__(self, name: str) -> Any:
         value = self.plain[name]
@@ -67,28 +72,27 @@ class ShownState(MutableMapping[Any, Any]):
     """State by parameter, as the module shows parameters. A key that is not there has an empty table, as in any optimizer.
 
     Args:
-        plain: The optimizer's own table.
+        state: Of which a table of its own is made, with keys and values of whichever representation. Collective for DTensors whose rows are
+            not placed as in the layout.
     """
 
     __slots__ = ("plain",)
 
-    def __init__(self, plain: MutableMapping[Any, Any]) -> None:
-        self.plain = plain
+    def __init__(self, state: Mapping[Any, Any] | None = None) -> None:
+        self.plain: MutableMapping[Any, Any] = defaultdict(dict)
+        self.update(state or {})
 
     @classmethod
-    def of(cls, state: Mapping[Any, Any]) -> ShownState:
-        """A table of whichever representation of parameters, with values of whichever.
-
-        Collective for DTensors whose rows are not placed as in the layout.
-        """
-        shown = cls(defaultdict(dict))
-        shown.update(state)
-        return shown
+    def over(cls, plain: MutableMapping[Any, Any]) -> ShownState:
+        """A view of the table that the optimizer's own code uses."""
+        made = cls()
+        made.plain = plain
+        return made
 
     def __getitem__(self, key: Any) -> Any:
         owner = owner_of(key)
         values = self.plain[key if owner is None else owner[1].local]
-        return values if owner is None or not isinstance(values, dict) else ShownValues(values, owner[1])
+        return values if owner is None or not isinstance(values, dict) else ShownValues.over(values, owner[1])
 
     def __setitem__(self, key: Any, values: Any) -> None:
         owner = owner_of(key)
@@ -96,18 +100,13 @@ class ShownState(MutableMapping[Any, Any]):
             self.plain[key if owner is None else owner[1].local] = values
             return
         entry, own = owner[1], values.plain if isinstance(values, ShownValues) else values
-        plain = {name: taken(name, value, entry.local, entry) for name, value in own.items()}
-        if isinstance(own, dict):  # references to it see what becomes of the state
-            own.clear()
-            own.update(plain)
-            plain = own
-        self.plain[entry.local] = plain
+        self.plain[entry.local] = {name: taken(name, value, entry.local, entry) for name, value in own.items()}
 
     def __delitem__(self, key: Any) -> None:
-        del self.plain[key]
+        del self.plain[_own_key(key)]
 
     def __contains__(self, key: object) -> bool:
-        return key in self.plain  # representations of one parameter are equal keys
+        return _own_key(key) in self.plain
 
     def __iter__(self) -> Iterator[Any]:
         for key in self.plain:
@@ -127,19 +126,19 @@ class ShownState(MutableMapping[Any, Any]):
 
     def get(self, key: Any, default: Any = None) -> Any:
         """As `dict.get`."""
-        return self[key] if key in self.plain else default
+        return self[key] if key in self else default  # noqa: SIM401 - that would call itself
 
     def pop(self, key: Any, *default: Any) -> Any:
         """As `dict.pop`."""
-        if key not in self.plain:
+        if key not in self:
             return {}.pop(key, *default)
         values = self[key]
-        del self.plain[key]
+        del self[key]
         return values
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
         """As `dict.setdefault`."""
-        if key not in self.plain:
+        if key not in self:
             self[key] = default
         return self[key]
 
@@ -147,8 +146,18 @@ class ShownState(MutableMapping[Any, Any]):
         """As `dict.clear`."""
         self.plain.clear()
 
+    def copy(self) -> defaultdict[Any, Any]:
+        """As `dict.copy`: a table of its own."""
+        return self.as_table()
+
     def as_table(self) -> defaultdict[Any, Any]:
         """A table of its own with what is shown: no view, over the same memory."""
         return defaultdict(
             dict, {key: dict(values) if isinstance(values, ShownValues) else values for key, values in self.items()}
         )
+
+
+def _own_key(key: Any) -> Any:
+    """The key of the optimizer's own table: local rows, whichever representation is given."""
+    owner = owner_of(key)
+    return key if owner is None else owner[1].local
