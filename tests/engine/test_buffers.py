@@ -123,6 +123,18 @@ def parameters_of_a_unit_take_the_first_ranks_values_in_one_broadcast(rank, worl
             assert torch.equal(value.full_tensor(), expected[name]), name
 
 
+def a_backward_over_buffers_that_were_shared_since_its_forward_raises(rank, world):
+    """As after any write to what autograd has saved."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4).eval(), nn.Linear(4, 3))
+    model[1].running_var.fill_(1.0 + rank)
+    fully_shard(model)
+    loss = model(torch.ones(2, 4)).sum()
+    broadcast_buffers(model)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def what_ddp_was_told_to_ignore_stays(rank, world):
     model = filled(rank)
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["norm.running_mean", "low"])
@@ -219,6 +231,7 @@ WORLDS = {
         every_kind_follows_in_one_broadcast_and_its_memory_stays,
         much_memory_goes_in_several_broadcasts,
         parameters_of_a_unit_take_the_first_ranks_values_in_one_broadcast,
+        a_backward_over_buffers_that_were_shared_since_its_forward_raises,
         what_ddp_was_told_to_ignore_stays,
         buffers_made_by_an_evaluation_follow_too,
         other_buffers_on_other_ranks_are_refused_on_all,

@@ -136,7 +136,7 @@ def broadcast_from_first(values: Iterable[Tensor], axes: Sequence[Axis]) -> None
     """
     together: list[Tensor] = []
     for value in values if axes else ():
-        content = value.data.view(-1).view(torch.uint8)  # no write to be noticed, as that of a broadcast is none
+        content = value.detach().view(-1).view(torch.uint8)
         if together and sum(map(len, together)) + len(content) > TOGETHER_BYTES:
             _broadcast(together, axes)
             together = []

@@ -203,7 +203,8 @@ class ParameterGroup:
 
     def _keep(self, values: dict[int, Tensor], same: Sequence[Axis]) -> None:
         """Take whole values of some parameters, by index, from the first rank along the axes where they are the same."""
-        broadcast_from_first(values.values(), same)
+        # `data`: it is no write of the program that the parameters' versions would tell of.
+        broadcast_from_first([value.data for value in values.values()], same)
         for index, value in values.items():
             self.write(index, value)
             self.weights.leave_empty(index)
