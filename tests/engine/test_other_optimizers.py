@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -150,6 +151,7 @@ def an_operation_that_mixes_rows_up_names_the_optimizer_and_the_ways_out(rank, w
         assert "elementwise=True" in said
         assert 'sharding="no_shard"' in said
     with torch.no_grad():
+        loss_of(model, inputs(0))
         assert torch.equal(model.out.weight.view(-1), model.out.weight.full_tensor().view(-1)), "outside of a step"
 
 
@@ -167,19 +169,47 @@ class Exhausted(torch.optim.Optimizer):
         raise torch.OutOfMemoryError("out of memory")
 
 
-def a_step_that_raised_is_over_when_the_next_forward_begins(rank, world):
+def a_step_that_raised_is_over_when_its_frame_is_gone_or_the_next_forward_begins(rank, world):
     model = sharded_chain()
     optimizer = fully_shard_optimizer(Exhausted(model.parameters()))
     for closure in ({}, {"closure": lambda: None}):
         loss_of(model, inputs(0)).backward()
-        with pytest.raises(torch.OutOfMemoryError):
+        with contextlib.suppress(torch.OutOfMemoryError):
             optimizer.step(**closure)
         with torch.no_grad():
-            with pytest.raises(EngineStateError, match="view: Exhausted calls it in its step on parameter"):
-                model.out.weight.view(-1)
-            model.out.weight.view(-1)  # which said that the step is over
-            loss_of(model, inputs(0))
-            model.out.weight.view(-1)
+            if not closure:
+                with pytest.raises(EngineStateError, match="view: Exhausted calls it in its step on parameter"):
+                    model.out.weight.view(-1)
+                loss_of(model, inputs(0))
+            assert torch.equal(model.out.weight.view(-1), model.out.weight.full_tensor().view(-1))
+
+
+class Stubborn(torch.optim.Optimizer):
+    """Goes on where an operation is refused."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.refused = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        if closure is not None:
+            closure()
+        for parameter in self.param_groups[0]["params"]:
+            try:
+                parameter.view(-1)
+            except EngineStateError:
+                self.refused += 1
+
+
+def what_a_step_must_not_do_is_refused_every_time_and_not_in_hooks_before_it(rank, world):
+    model = sharded_chain()
+    optimizer = fully_shard_optimizer(Stubborn(model.parameters()))
+    seen: list[Tensor] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(model.out.weight.detach().view(-1)))
+    optimizer.step(lambda: None)
+    assert torch.equal(seen[0], model.out.weight.full_tensor().view(-1))
+    assert optimizer.refused == len(list(model.parameters()))
 
 
 def an_operation_in_a_closure_is_not_said_to_be_the_optimizers(rank, world):
@@ -473,7 +503,8 @@ TWO = (
     a_closure_that_is_called_again_in_a_step_finds_the_weights_written_since,
     what_needs_whole_tensors_is_refused_with_the_ways_out,
     an_operation_that_mixes_rows_up_names_the_optimizer_and_the_ways_out,
-    a_step_that_raised_is_over_when_the_next_forward_begins,
+    a_step_that_raised_is_over_when_its_frame_is_gone_or_the_next_forward_begins,
+    what_a_step_must_not_do_is_refused_every_time_and_not_in_hooks_before_it,
     an_operation_in_a_closure_is_not_said_to_be_the_optimizers,
     dtensors_of_a_users_own_meet_parameters_where_they_are_of_equal_parts,
     dtensors_that_no_parameter_of_the_operation_explains_are_refused,

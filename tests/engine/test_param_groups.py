@@ -699,6 +699,41 @@ def what_is_shown_of_state_is_a_view_of_the_optimizers_own_table(rank: int, worl
     assert isinstance(copy.copy(optimizer.state), defaultdict)
 
 
+def references_to_state_from_after_a_load_are_the_optimizers(rank: int, world: int) -> None:
+    model = sharded_chain()
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+    for _ in range(2):
+        loss_of(model, inputs(0, rank)).backward()
+        optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    first, state = next(model.parameters()), optimizer.state
+    values = state[first]
+    values["exp_avg"].zero_()
+    values["exp_avg_sq"] = torch.ones(first.shape)
+    optimizer.step()
+    assert float(values["step"]) == 3
+    assert torch.equal(optimizer.state[first]["exp_avg_sq"].full_tensor(), values["exp_avg_sq"].full_tensor())
+    expected = 0.1 * first.grad.full_tensor()
+    torch.testing.assert_close(state[first]["exp_avg"].full_tensor(), expected)
+
+
+def state_is_shown_and_saved_where_the_module_is_gone(rank: int, world: int) -> None:
+    model = sharded_chain()
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+    loss_of(model, inputs(0, rank)).backward()
+    optimizer.step()
+    before = {
+        number: values["exp_avg"].to_local().clone() for number, values in optimizer.state_dict()["state"].items()
+    }
+    shapes = [one.shape for one in model.parameters()]
+    del model
+    gc.collect()
+    found = optimizer.state_dict()["state"]
+    assert [values["exp_avg"].shape for values in found.values()] == shapes
+    assert all(torch.equal(values["exp_avg"].to_local(), before[number]) for number, values in found.items())
+    assert [isinstance(key, DTensor) for key in optimizer.state] == [True] * len(shapes)
+
+
 WORLDS = {
     1: (programs_over_param_groups_see_whole_parameters_and_gradients,),
     2: (
@@ -722,6 +757,8 @@ WORLDS = {
         clipping_knows_what_became_of_parameters,
         what_wraps_an_optimizer_is_clipped,
         what_is_shown_of_state_is_a_view_of_the_optimizers_own_table,
+        references_to_state_from_after_a_load_are_the_optimizers,
+        state_is_shown_and_saved_where_the_module_is_gone,
     ),
     3: (programs_over_param_groups_see_whole_parameters_and_gradients,),
 }

@@ -34,7 +34,22 @@ from lightning_mfsdp.engine.core.weights import GatherLane
 if TYPE_CHECKING:
     from lightning_mfsdp.engine.core.call import GroupedModules
 
-__all__ = ["Context"]
+__all__ = ["Context", "OwnCode"]
+
+
+class OwnCode:
+    """The own code of an optimizer, which works on sharded tensors as long as this lives: the closure that its step was given holds it.
+
+    So a step that raised is over when its frame is gone.
+
+    Attributes:
+        name: Class of the optimizer.
+    """
+
+    __slots__ = ("__weakref__", "name")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
 
 
 class Context:
@@ -53,7 +68,7 @@ class Context:
         keeps_graph: The current or last backward keeps its graph for another one.
         outermost_task: Autograd's number of the current or last backward; what is recomputed in it may run others.
         shown_averages: Averages that currently replace main weights (ema.py).
-        stepping: Class of the optimizer whose own code works on sharded tensors now. One that raised is forgotten when a forward begins.
+        own_code: The optimizer's own code that works on sharded tensors now. Without a closure, one that raised ends when a forward begins.
         trace: Trace of the step that is running, if its gathers will be repeated.
     """
 
@@ -87,7 +102,7 @@ class Context:
         self.weight_writes = self.gradient_writes = 0
         # What puts back what optimizers hold, should their own code, which is running, raise.
         self.unfinished_steps: list[weakref.WeakMethod[Callable[[], None]]] = []
-        self.stepping = ""
+        self.own_code: weakref.ref[OwnCode] | None = None
         self.schedule = Schedule()
         self._grouped: GroupedModules | None = None  # modules of one unit that run one after the other, at the moment
         # A backward was noticed, and has neither ended nor been forgotten (`recover`) after it raised.

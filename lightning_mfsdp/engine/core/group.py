@@ -13,7 +13,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from lightning_mfsdp.engine.core.parameter import OWNER, Entry, UnshardedParamet
 from lightning_mfsdp.engine.core.piece import Piece
 from lightning_mfsdp.engine.core.policy import MixedPrecisionPolicy
 from lightning_mfsdp.engine.core.rows import divisions, sharded_axes
-from lightning_mfsdp.engine.core.sharded_parameter import ShardedParameter
+from lightning_mfsdp.engine.core.sharded_parameter import SHARDED, ShardedParameter
 from lightning_mfsdp.engine.core.weights import Weights
 from lightning_mfsdp.engine.layout.layout import plan_layout
 from lightning_mfsdp.engine.layout.placement import Placement
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from lightning_mfsdp.engine.core.context import Context
     from lightning_mfsdp.engine.core.unit import Unit
 
-__all__ = ["ParameterGroup", "as_local", "owner_of", "place_of"]
+__all__ = ["ParameterGroup", "as_local", "as_sharded", "owner_of", "place_of"]
 
 
 class ParameterGroup:
@@ -329,7 +329,18 @@ def owner_of(parameter: Tensor) -> tuple[ParameterGroup, Entry] | None:
     return None if place is None else (place[0], place[0].entries[place[1]])
 
 
-def as_local(parameter: Tensor) -> Tensor:
-    """The local rows of a parameter, whichever representation is given; itself if the engine does not manage it."""
+def as_sharded(parameter: Any) -> ShardedParameter | None:
+    """What the module shows of a parameter, whichever representation is given, also once the module is gone; `None` of anything else."""
+    if isinstance(parameter, ShardedParameter):
+        return parameter
     owner = owner_of(parameter)
-    return parameter if owner is None else owner[1].local
+    if owner is not None:
+        return owner[1].sharded
+    reference = getattr(parameter, SHARDED, None)
+    return None if reference is None else reference()
+
+
+def as_local(parameter: Any) -> Any:
+    """The local rows of a parameter, whichever representation is given, also once the module is gone; anything else is returned itself."""
+    sharded = as_sharded(parameter)
+    return parameter if sharded is None else sharded._local

@@ -19,7 +19,6 @@ from lightning_mfsdp.engine.core.piece import Piece
 from lightning_mfsdp.engine.core.rows import gather_rows
 
 if TYPE_CHECKING:
-    from lightning_mfsdp.engine.core.context import Context
     from lightning_mfsdp.engine.core.group import ParameterGroup
 
 __all__ = ["Copied", "Lies", "PlacedTensor", "as_dtensor"]
@@ -102,15 +101,12 @@ class PlacedTensor(DTensor):
         return f"{name} of unit {group.unit_name}" if group.unit_name else name
 
     @property
-    def context(self) -> Context | None:
-        """That of its root, while there is one."""
-        group = self._owner[0]()
-        return None if group is None else group.root()
-
-    @property
     def stepping(self) -> str:
         """The class of the optimizer whose own code works on such tensors now; empty where none does, closures included."""
-        return "" if self.context is None else self.context.stepping
+        group = self._owner[0]()
+        context = None if group is None else group.root()
+        own_code = None if context is None or context.own_code is None else context.own_code()
+        return "" if own_code is None else own_code.name
 
     @property
     def is_divided(self) -> bool:

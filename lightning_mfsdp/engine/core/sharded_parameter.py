@@ -25,7 +25,9 @@ from lightning_mfsdp.engine.core.sharded_tensor import Rows
 if TYPE_CHECKING:
     from lightning_mfsdp.engine.core.group import ParameterGroup
 
-__all__ = ["ShardedParameter"]
+__all__ = ["SHARDED", "ShardedParameter"]
+
+SHARDED = "_sharded"  # where local rows have a weak reference to what the module shows of them
 
 # How dictionaries compare their keys.
 _EQUAL = (Tensor.__eq__, Tensor.eq)
@@ -69,6 +71,7 @@ class ShardedParameter(Rows):
         made._local, made._unsharded, made._name = local, weakref.ref(full), name
         made.gradient_rows, made._shown_gradient = None, _nothing
         made._unswappable = weakref.ref(made)
+        setattr(local, SHARDED, made._unswappable)
         if full.requires_grad:
             Tensor.register_hook(made, partial(_refuse_gradient, made._unswappable))
         return made

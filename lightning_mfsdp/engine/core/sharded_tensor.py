@@ -181,7 +181,7 @@ class Rows(PlacedTensor):
             with compat.without_torch_function(), _Checked():
                 result = func(*args, **kwargs)
         except LayoutError:
-            if _end_step(args, kwargs) or writes_in_place(func, args, kwargs):
+            if writes_in_place(func, args, kwargs) or _are_stepped(args, kwargs):
                 raise  # an optimizer would gather whole weights in every step
             return use_whole(func, args, kwargs)
         if copies(func) and isinstance(result, Rows) and result is not args[0] and result.requires_grad:
@@ -194,13 +194,8 @@ class Rows(PlacedTensor):
         return result
 
 
-def _end_step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an optimizer's own code computes with these; its step ends, with an error."""
-    contexts = [one.context for one in tensors_in((args, kwargs)) if isinstance(one, Rows)]
-    stepping = [context for context in contexts if context is not None and context.stepping]
-    for context in stepping:
-        context.stepping = ""
-    return bool(stepping)
+def _are_stepped(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return any(isinstance(one, Rows) and bool(one.stepping) for one in tensors_in((args, kwargs)))
 
 
 class _Checked(compat.DispatchMode):

@@ -23,7 +23,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,8 +32,9 @@ from torch.optim import Optimizer
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.containers import are_same
 from lightning_mfsdp.base.errors import ShardingError
+from lightning_mfsdp.engine.core.context import Context, OwnCode
 from lightning_mfsdp.engine.core.conversion import refuse_moved
-from lightning_mfsdp.engine.core.group import ParameterGroup, as_local, owner_of
+from lightning_mfsdp.engine.core.group import ParameterGroup, as_local, as_sharded, owner_of
 from lightning_mfsdp.engine.core.parameter import Entry
 from lightning_mfsdp.engine.core.rows import sharded_axes
 from lightning_mfsdp.engine.optimizer.driver import OptimizerDriver, OptimizerSupport
@@ -41,9 +42,6 @@ from lightning_mfsdp.engine.optimizer.local_rows import LocalRowsOptimizer
 from lightning_mfsdp.engine.optimizer.norm import GradientPlaces
 from lightning_mfsdp.engine.optimizer.shown_state import ShownState
 from lightning_mfsdp.engine.optimizer.state import refuse_left_behind, show_state, take_state, taken
-
-if TYPE_CHECKING:
-    from lightning_mfsdp.engine.core.context import Context
 
 __all__ = ["ELEMENTWISE_OPTIMIZERS", "adopt_optimizer", "gradient_places", "prepare_state", "steps_rows"]
 
@@ -78,6 +76,7 @@ def adopt_optimizer(
     optimizer.register_state_dict_pre_hook(step.begin_state)
     optimizer.register_state_dict_post_hook(show_state)
     optimizer.register_load_state_dict_pre_hook(step.begin_load)
+    optimizer.register_load_state_dict_post_hook(step.end_load)
     optimizer.register_step_pre_hook(step)
     # They see weights and gradients as after any step.
     compat.before_other_hooks(optimizer.register_step_post_hook(step.end))
@@ -165,6 +164,7 @@ class _ShardedStep:
         self._is_watched = self._writes_elsewhere = self._may_assign = False
         self._is_due = False  # a step has begun, and the optimizer's own code has not
         self._running_in: list[Context] = []
+        self._own_code: OwnCode | None = None  # of a step without closure, which would hold it
         self._optimizer: Callable[[], Optimizer | None] = lambda: None
 
     def adopt(self, optimizer: Optimizer, elementwise: bool | None, grad_scaler: object | None) -> None:
@@ -190,8 +190,9 @@ class _ShardedStep:
         hides_rows = local and has_known_steps and not self._elementwise and compat.takes_closure(optimizer)
         found = _held_entries(optimizer, local, self._grad_scaler)
         before = _parameters(optimizer)
-        stepped = [as_local(one) if local else _as_sharded(one) for one in before]
-        shown = [_as_sharded(one) for one in before] if hides_rows else stepped
+        sharded = [one if (known := as_sharded(one)) is None else known for one in before]
+        stepped = [as_local(one) for one in before] if local else sharded
+        shown = sharded if hides_rows else stepped
         _replace(optimizer, {id(one): as_held for one, as_held in zip(before, shown, strict=True)})
         _take_over_state(optimizer, local=local, hides_rows=hides_rows)
         self.steps_rows, self._places = local, None
@@ -239,15 +240,18 @@ class _ShardedStep:
                     refuse_moved([group], f"{type(optimizer).__name__}.step")
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         changed: Any = None
+        own_code = None if self.steps_rows else OwnCode(type(optimizer).__name__)
         if closure is not None and callable(closure):
-            evaluate = self._evaluating(optimizer, closure, list(roots))
+            evaluate = self._evaluating(optimizer, closure, list(roots), own_code)
             changed = args, kwargs = self._with_closure(evaluate, args, kwargs)
         else:
             _reduce_held_back(roots)
+            begin = partial(self._begin, optimizer, list(roots), own_code)
             if self._held.differ:
-                changed = args, kwargs = self._with_closure(partial(self._begin, optimizer, list(roots)), args, kwargs)
-            else:
-                self._begin(optimizer, list(roots))
+                changed = args, kwargs = self._with_closure(begin, args, kwargs)
+            else:  # an unknown optimizer, which does something else where it is given a closure
+                self._own_code = own_code
+                begin()
         self._is_due = self._held.differ
         for driver in self._drivers:
             changed = driver.begin(optimizer, args, kwargs) or changed
@@ -260,10 +264,10 @@ class _ShardedStep:
             is_whole = driver.end(optimizer) and is_whole
         if is_whole:
             self._held.end(optimizer)
-            self._say_stepping("")
+            self._say_stepping(None)
             for root in self._running_in:
                 root.unfinished_steps.remove(weakref.WeakMethod(self.finish))
-            self._running_in = []
+            self._running_in, self._own_code = [], None
             if self._is_due:
                 self._is_due = False
                 warnings.warn(
@@ -289,6 +293,11 @@ class _ShardedStep:
         self._take_over_new(optimizer)
         return take_state(state_dict, self._held.shown)
 
+    def end_load(self, optimizer: Optimizer) -> None:
+        """Hook for the end of `load_state_dict()`: the program meets a view at once, and no table that is replaced later."""
+        self._held.begin(optimizer)
+        self._held.end(optimizer)
+
     def _note_write(self) -> None:
         _note_step((group, indices) for reference, indices in self._groups if (group := reference()) is not None)
 
@@ -307,7 +316,7 @@ class _ShardedStep:
         return [group for reference, _ in self._groups if (group := reference()) is not None]
 
     def _evaluating(
-        self, optimizer: Optimizer, closure: Callable[..., Any], roots: Sequence[Context]
+        self, optimizer: Optimizer, closure: Callable[..., Any], roots: Sequence[Context], own_code: OwnCode | None
     ) -> Callable[..., Any]:
         """A closure that sees writes since its last call (LBFGS), or since the step began (SAM), and runs with nothing held back."""
         was_called = False
@@ -320,15 +329,15 @@ class _ShardedStep:
             if (was_called or self._writes_elsewhere) and (self._was_written() or was_called):
                 self._note_write()
             was_called = True
-            self._say_stepping("")
+            self._say_stepping(None)
             result = closure(*given, **named)
             _reduce_held_back(roots)
-            self._begin(optimizer, roots)
+            self._begin(optimizer, roots, own_code)
             return result
 
         return evaluate
 
-    def _begin(self, optimizer: Optimizer, roots: Sequence[Context]) -> None:
+    def _begin(self, optimizer: Optimizer, roots: Sequence[Context], own_code: OwnCode | None) -> None:
         """Runs right before the optimizer's own code. Part of its closure, since hooks of the user may run after ours."""
         self._is_due = False
         self._take_over_new(optimizer)
@@ -337,19 +346,19 @@ class _ShardedStep:
             self._optimizer, self._running_in = weakref.ref(optimizer), list(roots)
             for root in roots:
                 root.unfinished_steps.append(weakref.WeakMethod(self.finish))
-        self._say_stepping("" if self.steps_rows else type(optimizer).__name__)
+        self._say_stepping(own_code)
 
-    def _say_stepping(self, name: str) -> None:
+    def _say_stepping(self, own_code: OwnCode | None) -> None:
         """Note which optimizer's own code works on sharded tensors."""
         for root in self._running_in:
-            root.stepping = name
+            root.own_code = None if own_code is None else weakref.ref(own_code)
 
     def finish(self) -> None:
         """The optimizer's own code has raised."""
         if (optimizer := self._optimizer()) is not None:
             self._held.end_unfinished(optimizer)
-        self._say_stepping("")
-        self._running_in = []
+        self._say_stepping(None)
+        self._running_in, self._own_code = [], None
 
     @staticmethod
     def _with_closure(closure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -407,12 +416,6 @@ def _note_step(stepped: Iterable[tuple[ParameterGroup, list[int]]]) -> None:
             by_root.setdefault(root, []).append(group)
     for root, groups in by_root.items():
         root.optimizer_stepped(groups)
-
-
-def _as_sharded(parameter: Tensor) -> Tensor:
-    """The sharded representation of what an optimizer holds; itself if the engine does not manage it."""
-    owner = owner_of(parameter)
-    return parameter if owner is None else owner[1].sharded
 
 
 def _replace(optimizer: Optimizer, by_identity: Mapping[int, Tensor]) -> None:
@@ -503,7 +506,7 @@ def _take_over_state(optimizer: Optimizer, *, local: bool, hides_rows: bool) -> 
         if key is entry.full or not local:
             values = _shard_state(values, group, entry, local=local)
         del optimizer.state[key]
-        optimizer.state[target] = {name: taken(name, value, target, entry) for name, value in values.items()}
+        optimizer.state[target] = {name: taken(name, value, entry.sharded) for name, value in values.items()}
 
 
 def _shard_state(state: dict[str, Any], group: ParameterGroup, entry: Entry, *, local: bool) -> dict[str, Any]:

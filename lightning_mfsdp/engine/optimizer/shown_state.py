@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
-from lightning_mfsdp.engine.core.group import owner_of
-from lightning_mfsdp.engine.core.parameter import Entry
+from lightning_mfsdp.engine.core.group import as_local, as_sharded
+from lightning_mfsdp.engine.core.sharded_parameter import ShardedParameter
 from lightning_mfsdp.engine.optimizer.state import as_shown, taken
 
 __all__ = ["ShownState", "ShownValues"]
@@ -25,25 +25,25 @@ class ShownValues(MutableMapping[str, Any]):
         values: A copy of them, of no parameter: Lightning rebuilds mappings of their class in that way, to move what is in them.
     """
 
-    __slots__ = ("_entry", "plain")
+    __slots__ = ("_parameter", "plain")
 
     def __init__(self, values: Mapping[str, Any] | None = None) -> None:
         self.plain: dict[str, Any] = dict(values or {})
-        self._entry: Entry | None = None
+        self._parameter: ShardedParameter | None = None
 
     @classmethod
-    def over(cls, plain: dict[str, Any], entry: Entry) -> ShownValues:
+    def over(cls, plain: dict[str, Any], parameter: ShardedParameter) -> ShownValues:
         """A view of the optimizer's own values of a parameter, which are read and written."""
         made = cls()
-        made.plain, made._entry = plain, entry
+        made.plain, made._parameter = plain, parameter
         return made
 
     def __getitem__(self, name: str) -> Any:
         value = self.plain[name]
-        return value if self._entry is None else as_shown(name, value, self._entry)
+        return value if self._parameter is None else as_shown(name, value, self._parameter)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        self.plain[name] = value if self._entry is None else taken(name, value, self._entry.local, self._entry)
+        self.plain[name] = value if self._parameter is None else taken(name, value, self._parameter)
 
     def __delitem__(self, name: str) -> None:
         del self.plain[name]
@@ -90,28 +90,26 @@ class ShownState(MutableMapping[Any, Any]):
         return made
 
     def __getitem__(self, key: Any) -> Any:
-        owner = owner_of(key)
-        values = self.plain[key if owner is None else owner[1].local]
-        return values if owner is None or not isinstance(values, dict) else ShownValues.over(values, owner[1])
+        values, parameter = self.plain[as_local(key)], as_sharded(key)
+        return values if parameter is None or not isinstance(values, dict) else ShownValues.over(values, parameter)
 
     def __setitem__(self, key: Any, values: Any) -> None:
-        owner = owner_of(key)
-        if owner is None or not isinstance(values, Mapping):
-            self.plain[key if owner is None else owner[1].local] = values
-            return
-        entry, own = owner[1], values.plain if isinstance(values, ShownValues) else values
-        self.plain[entry.local] = {name: taken(name, value, entry.local, entry) for name, value in own.items()}
+        parameter = as_sharded(key)
+        if parameter is not None and isinstance(values, Mapping):
+            own = values.plain if isinstance(values, ShownValues) else values
+            values = {name: taken(name, value, parameter) for name, value in own.items()}
+        self.plain[as_local(key)] = values
 
     def __delitem__(self, key: Any) -> None:
-        del self.plain[_own_key(key)]
+        del self.plain[as_local(key)]
 
     def __contains__(self, key: object) -> bool:
-        return _own_key(key) in self.plain
+        return as_local(key) in self.plain
 
     def __iter__(self) -> Iterator[Any]:
         for key in self.plain:
-            owner = owner_of(key)
-            yield key if owner is None else owner[1].sharded
+            parameter = as_sharded(key)
+            yield key if parameter is None else parameter
 
     def __len__(self) -> int:
         return len(self.plain)
@@ -155,9 +153,3 @@ class ShownState(MutableMapping[Any, Any]):
         return defaultdict(
             dict, {key: dict(values) if isinstance(values, ShownValues) else values for key, values in self.items()}
         )
-
-
-def _own_key(key: Any) -> Any:
-    """The key of the optimizer's own table: local rows, whichever representation is given."""
-    owner = owner_of(key)
-    return key if owner is None else owner[1].local

@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_mfsdp.base.errors import ShardingError
-from lightning_mfsdp.engine.core.group import owner_of
-from lightning_mfsdp.engine.core.parameter import Entry, is_left_behind
+from lightning_mfsdp.engine.core.group import as_sharded
+from lightning_mfsdp.engine.core.parameter import is_left_behind
 from lightning_mfsdp.engine.core.placed_tensor import PlacedTensor
 from lightning_mfsdp.engine.core.rows_exchange import lie_alike
+from lightning_mfsdp.engine.core.sharded_parameter import ShardedParameter
 from lightning_mfsdp.engine.core.sharded_tensor import Rows
 
 __all__ = ["as_shown", "refuse_left_behind", "show_state", "take_state", "taken"]
@@ -30,11 +31,11 @@ _NUMBERS = frozenset(("step", "eta", "mu", "mu_product"))
 
 def show_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """What `state_dict()` returns, as users see it."""
-    held = [owner_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-    owners = dict(enumerate(held))
+    held = [as_sharded(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    shown = dict(enumerate(held))
     state = {
-        number: {key: as_shown(key, value, owner[1]) for key, value in values.items()}
-        if (owner := owners.get(number)) is not None
+        number: {key: as_shown(key, value, parameter) for key, value in values.items()}
+        if (parameter := shown.get(number)) is not None
         else values
         for number, values in state_dict["state"].items()
     }
@@ -52,8 +53,11 @@ def take_state(state_dict: dict[str, Any], held: Sequence[Tensor]) -> dict[str, 
     saved = [key for group in state_dict["param_groups"] for key in group["params"]]
     # PyTorch refuses another number of them.
     for key, parameter in zip(saved, held, strict=False):
-        if (owner := owner_of(parameter)) is not None and isinstance(state.get(key), Mapping):
-            state[key] = {name: taken(name, value, parameter, owner[1]) for name, value in state[key].items()}
+        if (shown := as_sharded(parameter)) is not None and isinstance(state.get(key), Mapping):
+            plain = {name: taken(name, value, shown) for name, value in state[key].items()}
+            if isinstance(parameter, Rows):
+                plain = {name: as_shown(name, value, shown) for name, value in plain.items()}
+            state[key] = plain
     return {**state_dict, "state": state}
 
 
@@ -77,19 +81,19 @@ def _has_shape(key: str, value: Any, shape: torch.Size) -> bool:
     return isinstance(value, Tensor) and value.shape == shape and (value.dim() > 0 or key not in _NUMBERS)
 
 
-def as_shown(key: str, value: Any, entry: Entry) -> Any:
+def as_shown(key: str, value: Any, parameter: ShardedParameter) -> Any:
     """State of local rows as users see it: a DTensor over the same memory, where it is shaped like them, of no class of its own."""
-    is_plain = type(value) in (Tensor, nn.Parameter) and _has_shape(key, value, entry.local.shape)
-    return Rows.over(value, entry.sharded) if is_plain else value
+    is_plain = type(value) in (Tensor, nn.Parameter) and _has_shape(key, value, parameter._local_tensor.shape)
+    return Rows.over(value, parameter) if is_plain else value
 
 
-def taken(key: str, value: Any, held: Tensor, entry: Entry) -> Any:
-    """State in the form of what the optimizer holds: plain for local rows, a DTensor for a sharded parameter."""
-    here, everywhere = entry.local.shape, entry.sharded.shape
-    if isinstance(value, PlacedTensor) and lie_alike(value, entry.sharded):
+def taken(key: str, value: Any, parameter: ShardedParameter) -> Any:
+    """State of whichever representation as that of local rows: plain. Collective for DTensors whose rows lie otherwise than these."""
+    here, everywhere = parameter._local_tensor.shape, parameter.shape
+    if isinstance(value, PlacedTensor) and lie_alike(value, parameter):
         value = value._local_tensor  # itself, and not a view of it
     elif isinstance(value, DTensor):
         value = value.full_tensor()
     if here != everywhere and _has_shape(key, value, everywhere):
-        value = entry.piece.of(value).clone()
-    return as_shown(key, value, entry) if isinstance(held, Rows) else value
+        value = parameter.of_whole(value).clone()
+    return value
