@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -101,11 +102,14 @@ def _connected_peers() -> Peers | None:
         if dist.get_backend() not in ("gloo", "mpi"):
             found.abort = compat.abort_process_groups
         atexit.register(_end_or_abort, found)  # before Lightning's own, which waits for the other ranks
+        weakref.finalize(dist.group.WORLD, found.close).atexit = False  # what comes at the end of the process is above
     return found
 
 
 def _end_or_abort(peers: Peers) -> None:
     """At the end of a process: tell the others, and if its program raised, wait for none of them."""
+    if peers.is_closed:
+        return
     error = getattr(sys, "last_value", None)
     if not isinstance(error, BaseException) and not peers.has_failed:
         peers.program_ends()

@@ -10,7 +10,8 @@ told:
     gone      a connection ended in the middle of work: that process was killed
     at work   rank 0 has begun or ended an entry point of the Trainer: all connections end with its process, so others judge by this
               whether it was killed
-    leaving   the program of rank 0 ends without an error. Not every program tells that: `os._exit` runs no handlers
+    leaving   the program of rank 0 ends without an error, or its process group was destroyed. Not every program tells that: `os._exit` runs
+              no handlers
 
 Where rank 0 is gone without having been at work, others may be destroying their process groups, which must not be aborted at the same time
 (PyTorch frees memory twice). So they have time for that; those that are still there afterwards may be waiting for rank 0.
@@ -92,7 +93,7 @@ class _Hub:
                 line.send(message)
 
     def _run(self) -> None:
-        while True:
+        while 0 not in self._left:  # its own process has closed its end
             wait = None if self._decide_at is None else max(self._decide_at - time.monotonic(), 0)
             for key, _ in self._selector.select(wait):
                 if key.data is None:
@@ -103,6 +104,9 @@ class _Hub:
                     self._hear(key.data)
             if self._decide_at is not None and time.monotonic() >= self._decide_at:
                 self._decide()
+        for one in [key.fileobj for key in self._selector.get_map().values()]:
+            one.close()  # type: ignore[union-attr]
+        self._selector.close()
 
     def _hear(self, state: list[Any]) -> None:
         line, rank = state
@@ -172,6 +176,7 @@ class Peers:
         abort: Called in a thread when this rank must stop waiting for the others: a rank has failed, and not all have. Returns whether
             nothing waits for them now.
         requeue: A rank asked for a requeue when it asked to stop.
+        is_closed: Its process group is gone, and so is the connection.
     """
 
     def __init__(self, rank: int, world_size: int, line: _Line, hub: _Hub | None = None) -> None:
@@ -196,6 +201,8 @@ class Peers:
         self._failures: list[dict[str, Any]] = []
         self._at_work = self._heard = False
         self._error: BaseException | None = None
+        self.is_closed = False
+        self._timer: threading.Timer | None = None
         threading.Thread(target=self._run, name="mfsdp-peers", daemon=True).start()
 
     @classmethod
@@ -275,6 +282,17 @@ class Peers:
         if self._hub is not None:
             self._hub.tell_others({"leaving": True})
 
+    def close(self) -> None:
+        """The process group is gone: what these ranks tell must not abort communicators that the process has made since.
+
+        For the others it is as if the process had ended without an error. After a failure of some ranks all stays as it is: it is still
+        being told.
+        """
+        if self._verdict == "together" or not (self._at_work or self._verdict == "apart"):
+            self.is_closed = True  # the thread does the rest: this may be called anywhere, by the garbage collector
+            with contextlib.suppress(OSError):  # it is awake, or has ended
+                self._wake.send(b".")
+
     # -- failing -------------------------------------------------------------------------------------------------------
 
     def failed(self, where: Sequence[int] | None, what: str, error: BaseException | None = None) -> bool:
@@ -313,19 +331,18 @@ class Peers:
     def _send(self, message: dict[str, Any]) -> None:
         """Let the thread send a message, so that a signal handler may call this."""
         self._outgoing.append(message)
-        with contextlib.suppress(BlockingIOError):  # it is awake
+        with contextlib.suppress(OSError):  # it is awake, or has ended
             self._wake.send(b".")
 
     def _run(self) -> None:
         selector = selectors.DefaultSelector()
         selector.register(self._wake_reader, selectors.EVENT_READ)
         selector.register(self._line.socket, selectors.EVENT_READ)
-        while True:
+        while not self.is_closed:
             for key, _ in selector.select():
                 if key.fileobj is self._wake_reader:
                     self._wake_reader.recv(4096)
-                    while self._outgoing:
-                        self._line.send(self._outgoing.pop(0))
+                    self._send_outgoing()
                     continue
                 messages = self._line.receive()
                 if messages is None:
@@ -333,6 +350,19 @@ class Peers:
                     self._first_ended()
                 for message in messages or ():
                     self._hear(message)
+        self._send_outgoing()
+        if self._at_work:
+            self._line.send({"at work": False})
+        self.program_ends()
+        if self._timer is not None:
+            self._timer.cancel()
+        selector.close()
+        for end in (self._line.socket, self._wake_reader, self._wake):
+            end.close()
+
+    def _send_outgoing(self) -> None:
+        while self._outgoing:
+            self._line.send(self._outgoing.pop(0))
 
     def _first_ended(self) -> None:
         """The connection to rank 0 has."""
@@ -341,14 +371,14 @@ class Peers:
             if self._first_at_work:
                 self._miss_first()
             elif self._may_wait:
-                timer = threading.Timer(LEAVING_S, self._miss_first_if_it_may_wait)
-                timer.daemon = True
-                timer.start()
+                self._timer = threading.Timer(LEAVING_S, self._miss_first_if_it_may_wait)
+                self._timer.daemon = True
+                self._timer.start()
 
     @property
     def _may_wait(self) -> bool:
         """Whether this rank may be waiting for rank 0, which is gone. In your own loop no message says when all is done."""
-        return self._at_work or not self._has_entered or not self._first_leaves
+        return not self.is_closed and (self._at_work or not self._has_entered or not self._first_leaves)
 
     def _miss_first_if_it_may_wait(self) -> None:
         with self._changed:
@@ -374,7 +404,7 @@ class Peers:
                 self.requeue = self.requeue or message["requeue"]
             elif "together" in message:
                 self._verdict = "together"
-            elif "apart" in message and self._verdict != "apart":
+            elif "apart" in message and self._verdict != "apart" and not self.is_closed:
                 self._verdict, self._failures, self._held = "apart", message["apart"], False
                 threading.Thread(target=self._fall_apart, name="mfsdp-abort", daemon=True).start()
             self._changed.notify_all()

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
 from lightning_mfsdp.base import compat
-from lightning_mfsdp.engine import CollectiveError, EngineStateError, no_sync
+from lightning_mfsdp.engine import CollectiveError, EngineStateError, fully_shard, no_sync
 from lightning_mfsdp.engine.comm import gather_order
 from lightning_mfsdp.engine.comm.gather_order import BACKWARD, REDUCTION, GatherOrder, History
 from tests.engine.test_different_blocks import built
-from tests.helpers.chain import adamw, context, inputs, loss_of
+from tests.helpers.chain import DIM, adamw, context, inputs, loss_of
 from tests.helpers.distributed import run_distributed
 
 PATIENCE_S = 20.0
@@ -136,12 +140,15 @@ def run(
     *,
     timeout_s: float = 60,
     store: dist.Store | None = None,
+    expected: Sequence[Program] = (),
 ) -> tuple[list[BaseException | None], Wire, list[GatherOrder]]:
-    """Run a program on each rank; returns what each raised."""
+    """Run a program on each rank; returns what each raised. Each rank expects one of `expected`, the same where there is one."""
     size, store = len(programs), store or dist.HashStore()
     store.set_timeout(timedelta(seconds=timeout_s))
     wire, ranks = Wire(size), [10 * rank for rank in range(size)]
     orders = [GatherOrder(ranks, rank, store, "here", still_s=0.05, heard_s=0.5) for rank in range(size)]
+    for order, step in zip(orders, itertools.cycle(expected), strict=False):
+        order.expects = partial(list, [[divmod(event, 3) for event in step if event >= 0]] * 2)
     raised: list[BaseException | None] = [None] * size
 
     def work(rank: int) -> None:
@@ -196,19 +203,25 @@ EXAMPLES = 60 if os.environ.get("MFSDP_NIGHTLY") == "1" else 20
 slow = settings(deadline=None, max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
 
 
+def drawn_expectations(draw: Callable, programs: Sequence[Program]) -> list[Program]:
+    """What ranks expect before they begin: the same or not, what one of them does or something else."""
+    one = st.sampled_from([microbatch(1, 2), microbatch(2), microbatch(1, 2, 3), *programs])
+    return draw(st.lists(one, min_size=1, max_size=3) | one.map(lambda step: [step]))
+
+
 @slow
-@given(drawn_programs())
-def test_ranks_that_do_the_same_go_on(programs):
-    raised, wire, orders = run([programs[0]] * 3)
+@given(st.data(), drawn_programs())
+def test_ranks_that_do_the_same_go_on(data, programs):
+    raised, wire, orders = run([programs[0]] * 3, expected=drawn_expectations(data.draw, programs))
     assert raised == [None] * 3
     assert not wire.differ
     assert len({order.asked for order in orders}) == 1
 
 
 @slow
-@given(drawn_programs())
-def test_no_rank_gathers_what_another_does_not(programs):
-    raised, wire, _ = run(programs, timeout_s=1)
+@given(st.data(), drawn_programs())
+def test_no_rank_gathers_what_another_does_not(data, programs):
+    raised, wire, _ = run(programs, timeout_s=1, expected=drawn_expectations(data.draw, programs))
     assert not wire.differ
     assert any(error is not None for error in raised), raised
     # None where a rank has done all of its own before the other came to what is different.
@@ -218,6 +231,16 @@ def test_no_rank_gathers_what_another_does_not(programs):
             assert "rank" in str(error)
             assert "blocks." in str(error) or "the step of an optimizer" in str(error)
             assert 'sharding="optim_grads"' in str(error)
+
+
+def test_ranks_ask_once_where_they_expect_what_they_do_and_as_often_as_ever_where_they_expect_different_steps():
+    step = [*microbatch(1, 2, 3), END, STEP]
+    (_, _, alike), (_, _, differing), (_, _, nothing) = (
+        run([step * 4] * 2, expected=expected) for expected in ([step], [step, microbatch(1, 2)], [[]])
+    )
+    assert [order.asked for order in alike] == [1, 1]
+    assert [order.asked for order in differing] == [order.asked for order in nothing]
+    assert nothing[0].asked > len(microbatch(1, 2, 3))
 
 
 def test_many_optimizers_ask_nobody_in_a_step_that_repeats():
@@ -288,6 +311,12 @@ class LateStore:
         self.left -= 1
         return 1 if self.left > 0 else 2
 
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return desired.encode()
+
+    def check(self, keys: list[str]) -> bool:
+        return False
+
     def delete_key(self, key: str) -> bool:
         return True
 
@@ -306,12 +335,14 @@ def test_a_rank_that_came_late_is_not_taken_for_one_that_has_gone_on():
     """The last to come goes on, and stands still in the gather, before the first looks for it."""
     store, ranks = dist.HashStore(), [0, 1]
     first, last = (GatherOrder(ranks, rank, store, "here", still_s=0.05) for rank in ranks)
-    place = "here/0"
-    store.add(f"{place}/4", 1)  # the first has said what it comes to
+    place = "here/1"
+    store.add("here/0/0", 1)  # the first has begun
+    store.add(f"{place}/4", 1)  # and said what it comes to
     last.note(1, "blocks.1", 0)
     last.say_where()
     last.say_where()
-    assert store.get("here/furthest") == b"1 rank 1 has come to the gather of blocks.1 in forward"
+    assert store.get("here/furthest") == b"2 rank 1 has come to the gather of blocks.1 in forward"
+    first._count = 1
     first._look(place, 4, "the gather of blocks.1 in forward", 1.0)
 
 
@@ -320,7 +351,7 @@ def test_agreements_leave_nothing_in_the_store():
     store = dist.HashStore()
     _, _, orders = run([alike, alike], store=store)
     assert orders[0].asked > 5
-    assert store.num_keys() <= 3
+    assert store.num_keys() <= 4
 
 
 def test_nothing_is_checked_once_an_order_was_stopped():
@@ -332,6 +363,82 @@ def test_nothing_is_checked_once_an_order_was_stopped():
 
 
 # -- processes -------------------------------------------------------------------------------------------------------------
+
+
+class Stack(nn.Module):
+    """Tokens, blocks and a head; the root owns what is not in a block. Blocks may run in any order."""
+
+    def __init__(self, order: list[int]) -> None:
+        super().__init__()
+        self.order, self.tokens = order, nn.Embedding(5, DIM)
+        self.blocks = nn.ModuleList(nn.Linear(DIM, DIM) for _ in order)
+        self.head = nn.Linear(DIM, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for index in self.order:
+            x = torch.tanh(self.blocks[index](x))
+        return self.head(x)
+
+
+def asked_in_steps(
+    rank: int,
+    world: int,
+    order: list[int],
+    tokens_are_a_unit: bool = False,
+    evaluations: int = 0,
+    resharded_on: int = -1,
+) -> tuple[list[int], int]:
+    """How often ranks asked each other by the end of each of four steps, and how many gathers and reductions there were."""
+    torch.manual_seed(0)
+    model = Stack(order)
+    if tokens_are_a_unit:
+        fully_shard(model.tokens)
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=resharded_on in (-1, rank))
+    fully_shard(model)
+    optimizer, gathers, found = adamw(model), context(model).order, []
+    with mock.patch.object(gathers, "note", wraps=gathers.note) as note:
+        with torch.no_grad():
+            for _ in range(evaluations):
+                model(torch.tensor([0, rank]))
+        for step in range(4):
+            model(torch.tensor([step, rank])).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(gathers.asked)
+    return found, note.call_count
+
+
+@pytest.mark.parametrize("tokens_are_a_unit", [False, True])
+def test_ranks_ask_each_other_once_where_units_run_in_the_order_they_were_sharded(tokens_are_a_unit):
+    for found, noted in run_distributed(asked_in_steps, 2, [*range(8)], tokens_are_a_unit):
+        assert found == [1] * 4
+        assert noted > 4 * 20
+
+
+@pytest.mark.parametrize("evaluations", [0, 2])
+def test_how_often_ranks_ask_does_not_grow_with_the_units_that_run_as_expected(evaluations):
+    few, many = (
+        run_distributed(asked_in_steps, 2, [0, 1, 2, 4, 3, *range(5, length)], False, evaluations)[0]
+        for length in (8, 16)
+    )
+    assert few[1] < many[1]
+    assert few[0][0] == many[0][0] > 1
+    assert few[0][-1] == few[0][-2]
+
+
+def one_rank_keeps_weights(rank: int, world: int) -> str:
+    try:
+        asked_in_steps(rank, world, [*range(4)], resharded_on=0)
+    except EngineStateError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_whose_units_are_not_resharded_is_told_of_and_not_paired_with_another_unit():
+    for said in run_distributed(one_rank_keeps_weights, 2):
+        assert "in backward" in said, said
 
 
 def train(rank: int, world: int, *paths: list[int]) -> dict[str, str]:

@@ -23,6 +23,8 @@ from torch import nn
 from torch.distributed.tensor import debug
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from lightning_mfsdp.base import kept_groups
+
 _SIGNALS = (
     signal.SIGINT,
     signal.SIGTERM,
@@ -44,6 +46,7 @@ _MANY_CLASSES = ("torch", "torch.cuda")  # of storages, which nobody replaces pa
 _CHANGE_BY_THEMSELVES = {("torch", "Storage")}  # with the default dtype
 # tqdm's, of which a process has one and which does nothing; and the engine's that ends by itself once its process group is gone.
 _HARMLESS_THREADS = {"TMonitor", "mfsdp-gathers"}
+_ENDING_THREADS = {"mfsdp-peers", "mfsdp-hub"}  # at once, when their process group is gone
 
 
 class ProcessState:
@@ -70,6 +73,8 @@ class ProcessState:
         """Put all back, after a call whose process group is gone."""
         for put, value in self._settings:
             put(value)
+        kept_groups._KEPT.clear()  # a mesh in it holds the process group, and with that what ends with it
+        gc.collect()
         left = [*self._replaced(), *_hooks(), *self._running()]
         for number, handler in self._signals.items():
             signal.signal(number, handler)
@@ -84,7 +89,7 @@ class ProcessState:
     def _replaced(self) -> Iterator[str]:
         for key, value in _names():
             if key in self._names:
-                if self._names[key] is not value:
+                if self._names[key] is not value and not _is_hooked(value, self._names[key]):
                     yield f"{'.'.join(key)} is another"
             elif key[0] in self._known:
                 if key[0].startswith("lightning_mfsdp") and not isinstance(value, types.ModuleType):
@@ -95,12 +100,21 @@ class ProcessState:
 
     def _running(self) -> Iterator[str]:
         threads = [one for one in threading.enumerate() if one not in self._threads]
+        for one in threads:
+            if one.name in _ENDING_THREADS:
+                one.join(0.5)
+        threads = [one for one in threads if one.is_alive()]
         yield from (f"thread {one.name}" for one in threads if not {type(one).__name__, one.name} & _HARMLESS_THREADS)
         yield from (f"process {one.name}" for one in multiprocessing.active_children())
         if dist.distributed_c10d._world.pg_map:
             yield f"process groups {list(dist.distributed_c10d._world.pg_names.values())}"
         if torch._C._len_torch_function_stack() or _get_current_dispatch_mode_stack():
             yield "a mode of torch functions"
+
+
+def _is_hooked(step: Any, before: Any) -> bool:
+    """Whether it is the step of an optimizer's class around which PyTorch has put hooks, as it does when it makes the first one."""
+    return getattr(step, "hooked", False) and getattr(step, "__wrapped__", None) is before
 
 
 def _settings() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,33 @@ def fits(rank: int, world: int, folder: str, rounds: int) -> list[dict[str, int]
 
 def test_fits_that_save_share_what_they_need(tmp_path: Path) -> None:
     for seen in run_distributed(fits, 2, str(tmp_path), 3):
+        assert seen[-1] == seen[1], "later fits held more than earlier ones"
+
+
+def fits_in_new_groups(rank: int, world: int, folder: str, rounds: int) -> list[int]:
+    """How many descriptors there are after each round, which fits in a process group of its own."""
+    strict_warnings()
+    seen, of_earlier = [], list[threading.Thread]()
+    for number in range(rounds):
+        if number:
+            dist.destroy_process_group()
+            dist.init_process_group("gloo", init_method=f"file://{folder}/meet-{number}", rank=rank, world_size=world)
+        trainer = make_trainer(folder, world, strategy=MFSDPStrategy(units=["Block"]), max_steps=1)
+        trainer.fit(seeded(), loader(4, 8))
+        trainer.strategy.teardown()
+        gc.collect()  # an earlier Trainer holds its meshes, and these their process groups
+        for thread in of_earlier:
+            thread.join(10)
+            assert not thread.is_alive(), thread.name
+        of_earlier = [thread for thread in threading.enumerate() if thread.name in ("mfsdp-peers", "mfsdp-hub")]
+        assert len(of_earlier) == (2 if rank == 0 else 1)
+        dist.barrier()
+        seen.append(held()["descriptors"])
+    return seen
+
+
+def test_connections_end_with_their_process_group(tmp_path: Path) -> None:
+    for seen in run_distributed(fits_in_new_groups, 2, str(tmp_path), 4):
         assert seen[-1] == seen[1], "later fits held more than earlier ones"
 
 

@@ -140,3 +140,51 @@ def test_others_have_time_to_end_where_rank_0_ended_without_a_word(
     Timer.ends.set()
     assert ranks.aborted.wait(10)
     assert ranks.second.failure_of_another == "rank 0 failed: its process ended, perhaps killed"
+
+
+def of_rank(ranks: Ranks, rank: int) -> list[threading.Thread]:
+    """Threads of a rank's end of the connection; all ranks are in this process."""
+    own = (ranks.first, ranks.second)[rank]
+    return [thread for thread in threading.enumerate() if getattr(thread, "_target", None) == own._run]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_rank_whose_process_group_is_gone_closes_its_end_and_aborts_nothing_that_it_has_made_since(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, is_first: bool
+) -> None:
+    monkeypatch.setattr(of_peers.threading, "Timer", Timer)
+    Timer.ends.clear()
+    enter(ranks.first, ranks.second)
+    leave(ranks.first, ranks.second)
+    closing = [ranks.first, ranks.second] if is_first else [ranks.second, ranks.first]
+    threads = of_rank(ranks, 0) + of_rank(ranks, 1)
+    assert len(threads) == 2
+    for rank in closing:
+        rank.close()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    Timer.ends.set()
+    for timer in Timer.made:
+        timer.join()
+    assert not ranks.aborted.is_set()
+    assert not (ranks.first.has_failed or ranks.second.has_failed)
+
+
+def test_the_others_are_told_that_a_rank_has_closed_its_end_without_a_failure(ranks: Ranks) -> None:
+    enter(ranks.first, ranks.second)
+    leave(ranks.second)
+    (thread,) = of_rank(ranks, 1)
+    ranks.second.close()
+    thread.join(10)
+    leave(ranks.first)
+    assert not ranks.first.has_failed
+
+
+def test_a_rank_at_work_keeps_its_end_though_its_process_group_is_gone(ranks: Ranks) -> None:
+    """It was aborted, and what is told of the failure is still to come."""
+    enter(ranks.first, ranks.second)
+    ranks.second.close()
+    assert not ranks.second.is_closed
+    ranks.first_is_gone()
+    assert ranks.aborted.wait(10)

@@ -6,10 +6,14 @@ which are known to be the same on all ranks:
 
     it is the predicted one       no rank is queried; a step that repeats an earlier one costs half a microsecond for each gather
     it is another, or none was    the rank writes its gather into the store, and waits until all ranks have written the same. They do if
-    predicted                     all begin something new: the first step, an evaluation
+    predicted                     all begin something new, such as an evaluation
     a rank writes another one     no rank can go on: every rank gets an error with the units and the ranks
     a rank has gone on, as it     the same
     predicted
+
+The first steps are predicted from the order in which units were sharded. Before its first gather each rank writes a digest of what it
+expects, and predictions begin if all digests are equal. Ranks that run their units in that order ask each other once, however many units
+there are; where they run some in another order, they ask about those.
 
 A silent rank may be late, or may be waiting in a gather for this rank. Therefore a thread of each process writes into the store how
 many gathers were begun, once that number has not changed for a second. Ends of backwards that reduce and steps of optimizers count like
@@ -25,10 +29,12 @@ it before the weights are used); agreeing before every gather. With sharding="op
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -38,7 +44,9 @@ from lightning_mfsdp.base.errors import CollectiveError, EngineStateError
 from lightning_mfsdp.base.kept_groups import kept
 from lightning_mfsdp.engine.comm.collectives import Axis
 
-__all__ = ["BACKWARD", "FORWARD", "REDUCTION", "GatherOrder", "History"]
+__all__ = ["BACKWARD", "FORWARD", "REDUCTION", "Event", "GatherOrder", "History"]
+
+Event: TypeAlias = tuple[int, int]  # number of the group among those of its root, and kind
 
 FORWARD = 0
 BACKWARD = 1
@@ -46,7 +54,9 @@ REDUCTION = 2
 _STEP = 3  # of any optimizer, with number 0: the number of an event is that of the group, times the number of kinds, plus its kind
 _KINDS = ("the gather of {} in forward", "the gather of {} in backward", "the reduction of {}", "the step of {}")
 _NUM_KINDS = len(_KINDS)
-_WHOLE_BACKWARD = (0, "a whole backward", REDUCTION)  # groups are numbered from 1
+# Groups are numbered from 1.
+_WHOLE_BACKWARD = (0, "a whole backward", REDUCTION)
+_FIRST = (0, "its first unit", FORWARD)  # whichever that is
 _ANY_OPTIMIZER = "an optimizer"
 
 _ADVICE = (
@@ -135,6 +145,15 @@ class History:
             past.following = self._after_it(past, event)
         self._past = past.following
 
+    def foresee(self, steps: Iterable[Iterable[int]]) -> None:
+        """Expect these gathers next, each list until an optimizer steps, as if they had come before."""
+        past, before = self._past, self._steps
+        for events in steps:
+            for event in events:
+                self.add(event)
+            self.stepped()
+        self._past, self._steps = past, before
+
     def stepped(self) -> None:
         """An optimizer stepped: a new sequence begins."""
         past = self._past
@@ -186,6 +205,7 @@ class GatherOrder:
         is_on: Whether there are other ranks.
         has_reductions: Whether reductions are recorded, too.
         asked: How often ranks were queried, for inspection.
+        expects: What this rank expects of its first steps: of each, gathers and reductions until the end of its backward.
     """
 
     def __init__(
@@ -201,6 +221,7 @@ class GatherOrder:
         self.is_on = len(ranks) > 1 and store is not None
         self.has_reductions = False
         self.asked = 0
+        self.expects: Callable[[], Sequence[Sequence[Event]]] = list
         self._ranks, self._rank, self._place = ranks, rank, place
         self._store = store
         self._still_s, self._heard_s = still_s, heard_s
@@ -238,10 +259,27 @@ class GatherOrder:
         if self.is_on:
             event = _NUM_KINDS * number + kind
             if not self._history.follows(event):
-                self._agree(event, name)
-                self._history.add(event)
+                if not self._count:
+                    self._foresee()
+                if not self._history.follows(event):
+                    self._agree(event, name)
+                    self._history.add(event)
             self._latest = event, name
             self._count += 1
+
+    def _foresee(self) -> None:
+        """Predict the first steps, if all ranks expect the same of them."""
+        assert self._store is not None
+        end = _WHOLE_BACKWARD[0], _WHOLE_BACKWARD[2]
+        steps = [[_NUM_KINDS * number + kind for number, kind in (*events, end)] for events in self.expects()]
+        digest, place = hashlib.sha256(repr(steps).encode()).hexdigest(), f"{self._place}/expected"
+        if self._store.compare_set(place, "", digest).decode() != digest:
+            self._store.set(f"{place}/differs", digest)
+        number, name, kind = _FIRST
+        self._agree(_NUM_KINDS * number + kind, name)  # all have written what they expect
+        self._count += 1
+        if not self._store.check([f"{place}/differs"]):
+            self._history.foresee(steps)
 
     def end_backward(self) -> None:
         """A backward that reduces gradients is at its end."""

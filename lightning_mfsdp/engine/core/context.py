@@ -17,7 +17,7 @@ from torch import nn
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.streams import Streams
 from lightning_mfsdp.engine.comm.communicators import Channels
-from lightning_mfsdp.engine.comm.gather_order import GatherOrder
+from lightning_mfsdp.engine.comm.gather_order import Event, GatherOrder
 from lightning_mfsdp.engine.comm.mesh import Mesh
 from lightning_mfsdp.engine.comm.ranges import Ranges
 from lightning_mfsdp.engine.core.codec import quantize_all
@@ -26,7 +26,7 @@ from lightning_mfsdp.engine.core.group import ParameterGroup
 from lightning_mfsdp.engine.core.parameter import Entry
 from lightning_mfsdp.engine.core.planning import MemoryPlanner
 from lightning_mfsdp.engine.core.reduction_schedule import ReductionSchedule
-from lightning_mfsdp.engine.core.schedule import Schedule
+from lightning_mfsdp.engine.core.schedule import Schedule, expected_steps
 from lightning_mfsdp.engine.core.storage import SlotPool
 from lightning_mfsdp.engine.core.unit import Unit
 from lightning_mfsdp.engine.core.weights import GatherLane
@@ -79,6 +79,7 @@ class Context:
         self.device = device
         self.streams = Streams(device)
         self.order = GatherOrder.over(mesh.shard, device)
+        self.order.expects = _expected(weakref.ref(self))
         self.ranges = Ranges(self.order.told)
         self.pool = SlotPool(device, pooled=pooled)
         self.lane = GatherLane(streams=self.streams, pool=self.pool, order=self.order, ranges=self.ranges)
@@ -483,3 +484,14 @@ class Context:
         """Forget a backward that raised: its gradients are incomplete, so those not yet reduced are dropped."""
         self.reductions.drop(self.groups)
         self._rest()
+
+
+def _expected(this: weakref.ref[Context]) -> Callable[[], list[list[Event]]]:
+    """What a root expects of its first steps, asked when its first unit is gathered."""
+
+    def steps() -> list[list[Event]]:
+        context = this()
+        assert context is not None, "its units gather"
+        return expected_steps(context.units, has_reductions=context.order.has_reductions)
+
+    return steps

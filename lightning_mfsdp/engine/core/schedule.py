@@ -1,8 +1,19 @@
-"""Schedule: the order of units in a step, as it is recorded for prefetching."""
+"""The order of units in a step: as it is recorded, for prefetching, and as it is expected before there has been one."""
 
 from __future__ import annotations
 
-__all__ = ["Schedule"]
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from lightning_mfsdp.engine.comm.gather_order import BACKWARD, FORWARD, REDUCTION, Event
+from lightning_mfsdp.engine.core.call import is_plain_lookup
+
+if TYPE_CHECKING:
+    from lightning_mfsdp.engine.core.unit import Unit
+
+__all__ = ["Schedule", "expected_steps"]
 
 
 class Schedule:
@@ -64,3 +75,44 @@ class Schedule:
         """A backward has ended, or will not continue."""
         self.forget_pass()
         self._latest_backward = None
+
+
+def expected_steps(units: Sequence[Unit], *, has_reductions: bool) -> list[list[Event]]:
+    """Gathers and reductions of the first two steps, if units run in the order in which they were sharded, the outermost one around them.
+
+    A guess, which may differ between ranks: they compare it (`GatherOrder`).
+
+    Args:
+        units: Of a root, which is the last one.
+        has_reductions: Whether the order of reductions between gathers counts.
+    """
+    *inside, root = units
+    forward = [event for unit in (root, *inside) for event in _gathers(unit, FORWARD)]
+    steps = []
+    for is_first in (True, False):
+        backward: list[Event] = []
+        due: list[Event] = []  # reductions come after the prefetch of the next unit
+        for unit in reversed(inside):
+            is_kept = unit is inside[-1] and not is_first  # it ended the forward before
+            if unit.reshard_after_forward and not is_kept and not _is_lookup(unit):
+                backward += _gathers(unit, BACKWARD)
+            backward += due if unit is not inside[-1] else []
+            due = _reduction(unit) if has_reductions else []
+        backward += due
+        backward += _reduction(root) if has_reductions else []
+        steps.append([*forward, *backward])
+    return steps
+
+
+def _gathers(unit: Unit, kind: int) -> list[Event]:
+    return [(group.weights.number, kind) for group in unit.groups if group.weights.is_sharded]
+
+
+def _reduction(unit: Unit) -> list[Event]:
+    trained = [group for group in unit.groups if group.placement.weight and unit.is_trainable]
+    return [(trained[0].weights.number, REDUCTION)] if trained else []
+
+
+def _is_lookup(unit: Unit) -> bool:
+    module = unit.modules[0]
+    return isinstance(module, nn.Embedding) and len(unit.modules) == 1 and is_plain_lookup(module)
