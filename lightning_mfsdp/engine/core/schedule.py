@@ -114,5 +114,5 @@ def _reduction(unit: Unit) -> list[Event]:
 
 
 def _is_lookup(unit: Unit) -> bool:
-    module = unit.modules[0]
-    return isinstance(module, nn.Embedding) and len(unit.modules) == 1 and is_plain_lookup(module)
+    modules = unit.modules
+    return len(modules) == 1 and isinstance(modules[0], nn.Embedding) and is_plain_lookup(modules[0])
