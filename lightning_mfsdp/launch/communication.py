@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 import traceback
-import weakref
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -33,6 +32,8 @@ __all__ = ["all_gather", "barrier", "break_off", "broadcast", "connect", "peers"
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
+
+_CONNECTED: list[Peers] = []  # those of this process whose process group has no successor; one at most
 
 _UNABORTED_S = 1.5  # for the program to report its own error
 _MEETING_TIMEOUT = timedelta(minutes=30)  # of PyTorch's own for gloo: nodes of a large job start minutes apart
@@ -98,17 +99,20 @@ def peers() -> Peers | None:
 
 def _connected_peers() -> Peers | None:
     found = Peers.connected()
+    while _CONNECTED:
+        _CONNECTED.pop().close()
     if found is not None:
         if dist.get_backend() not in ("gloo", "mpi"):
             found.abort = compat.abort_process_groups
         atexit.register(_end_or_abort, found)  # before Lightning's own, which waits for the other ranks
-        weakref.finalize(dist.group.WORLD, found.close).atexit = False  # what comes at the end of the process is above
+        _CONNECTED.append(found)
     return found
 
 
 def _end_or_abort(peers: Peers) -> None:
     """At the end of a process: tell the others, and if its program raised, wait for none of them."""
     if peers.is_closed:
+        peers.program_ends()
         return
     error = getattr(sys, "last_value", None)
     if not isinstance(error, BaseException) and not peers.has_failed:

@@ -10,8 +10,7 @@ told:
     gone      a connection ended in the middle of work: that process was killed
     at work   rank 0 has begun or ended an entry point of the Trainer: all connections end with its process, so others judge by this
               whether it was killed
-    leaving   the program of rank 0 ends without an error, or its process group was destroyed. Not every program tells that: `os._exit` runs
-              no handlers
+    leaving   the program of rank 0 ends without an error. Not every program tells that: `os._exit` runs no handlers
 
 Where rank 0 is gone without having been at work, others may be destroying their process groups, which must not be aborted at the same time
 (PyTorch frees memory twice). So they have time for that; those that are still there afterwards may be waiting for rank 0.
@@ -93,7 +92,7 @@ class _Hub:
                 line.send(message)
 
     def _run(self) -> None:
-        while 0 not in self._left:  # its own process has closed its end
+        while len(self._lines) < self._world_size or self._lines.keys() - self._left:
             wait = None if self._decide_at is None else max(self._decide_at - time.monotonic(), 0)
             for key, _ in self._selector.select(wait):
                 if key.data is None:
@@ -176,7 +175,7 @@ class Peers:
         abort: Called in a thread when this rank must stop waiting for the others: a rank has failed, and not all have. Returns whether
             nothing waits for them now.
         requeue: A rank asked for a requeue when it asked to stop.
-        is_closed: Its process group is gone, and so is the connection.
+        is_closed: Its process group is gone and another one was made; so is its end of the connection.
     """
 
     def __init__(self, rank: int, world_size: int, line: _Line, hub: _Hub | None = None) -> None:
@@ -283,14 +282,14 @@ class Peers:
             self._hub.tell_others({"leaving": True})
 
     def close(self) -> None:
-        """The process group is gone: what these ranks tell must not abort communicators that the process has made since.
+        """Another process group was made: what these ranks tell must not abort its communicators.
 
-        For the others it is as if the process had ended without an error. After a failure of some ranks all stays as it is: it is still
-        being told.
+        Ranks that do so later notice nothing: the hub stays until all have closed their ends. After a failure of some ranks all stays as it
+        is: it is still being told.
         """
         if self._verdict == "together" or not (self._at_work or self._verdict == "apart"):
-            self.is_closed = True  # the thread does the rest: this may be called anywhere, by the garbage collector
-            with contextlib.suppress(OSError):  # it is awake, or has ended
+            self.is_closed = True
+            with contextlib.suppress(OSError):  # the thread is awake, or has ended
                 self._wake.send(b".")
 
     # -- failing -------------------------------------------------------------------------------------------------------
@@ -353,7 +352,6 @@ class Peers:
         self._send_outgoing()
         if self._at_work:
             self._line.send({"at work": False})
-        self.program_ends()
         if self._timer is not None:
             self._timer.cancel()
         selector.close()

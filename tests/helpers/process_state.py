@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.tensor import debug
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from lightning_mfsdp.base import kept_groups
+from lightning_mfsdp.launch import communication
 
 _SIGNALS = (
     signal.SIGINT,
@@ -46,7 +46,7 @@ _MANY_CLASSES = ("torch", "torch.cuda")  # of storages, which nobody replaces pa
 _CHANGE_BY_THEMSELVES = {("torch", "Storage")}  # with the default dtype
 # tqdm's, of which a process has one and which does nothing; and the engine's that ends by itself once its process group is gone.
 _HARMLESS_THREADS = {"TMonitor", "mfsdp-gathers"}
-_ENDING_THREADS = {"mfsdp-peers", "mfsdp-hub"}  # at once, when their process group is gone
+_ENDING_THREADS = {"mfsdp-peers", "mfsdp-hub"}  # at once, when all ranks have closed their ends
 
 
 class ProcessState:
@@ -73,8 +73,8 @@ class ProcessState:
         """Put all back, after a call whose process group is gone."""
         for put, value in self._settings:
             put(value)
-        kept_groups._KEPT.clear()  # a mesh in it holds the process group, and with that what ends with it
-        gc.collect()
+        for peers in communication._CONNECTED:  # as when the next process group is made
+            peers.close()
         left = [*self._replaced(), *_hooks(), *self._running()]
         for number, handler in self._signals.items():
             signal.signal(number, handler)

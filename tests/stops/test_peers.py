@@ -149,7 +149,7 @@ def of_rank(ranks: Ranks, rank: int) -> list[threading.Thread]:
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_rank_whose_process_group_is_gone_closes_its_end_and_aborts_nothing_that_it_has_made_since(
+def test_a_rank_that_has_made_another_process_group_closes_its_end_and_aborts_nothing_of_it(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, is_first: bool
 ) -> None:
     monkeypatch.setattr(of_peers.threading, "Timer", Timer)
@@ -172,14 +172,40 @@ def test_a_rank_whose_process_group_is_gone_closes_its_end_and_aborts_nothing_th
     assert not ranks.second.has_failed
 
 
-def test_the_others_are_told_that_a_rank_has_closed_its_end_without_a_failure(ranks: Ranks) -> None:
-    enter(ranks.first, ranks.second)
-    leave(ranks.second)
-    (thread,) = of_rank(ranks, 1)
-    ranks.second.close()
+@pytest.mark.parametrize("closed", [0, 1])
+@pytest.mark.parametrize("is_at_work", [True, False])
+def test_others_that_have_not_closed_theirs_yet_notice_nothing(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, closed: int, is_at_work: bool
+) -> None:
+    """Ranks need not free what holds a process group at the same time."""
+    monkeypatch.setattr(of_peers.threading, "Timer", Timer)
+    Timer.made.clear()
+    first, other = (ranks.first, ranks.second) if closed == 0 else (ranks.second, ranks.first)
+    if is_at_work:
+        enter(ranks.first, ranks.second)
+        leave(first)
+    (thread,) = of_rank(ranks, closed)
+    first.close()
     thread.join(10)
-    leave(ranks.first)
-    assert not ranks.first.has_failed
+    if is_at_work:
+        leave(other)
+    assert not other.has_failed
+    assert not Timer.made
+    assert not ranks.aborted.is_set()
+    ranks.first.program_ends()  # and what rank 0 tells still comes
+    with ranks.second._changed:
+        while closed == 0 and not ranks.second._first_leaves:
+            assert ranks.second._changed.wait(10)
+
+
+def test_the_hub_ends_with_the_last_end(ranks: Ranks) -> None:
+    hubs = [thread for thread in threading.enumerate() if getattr(thread, "_target", None) == ranks.hub._run]
+    ranks.first.close()
+    ranks.second.close()
+    for thread in hubs:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert len(hubs) == 1
 
 
 def test_a_rank_at_work_keeps_its_end_though_its_process_group_is_gone(ranks: Ranks) -> None:
