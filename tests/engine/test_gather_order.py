@@ -441,6 +441,24 @@ def test_a_rank_whose_units_are_not_resharded_is_told_of_and_not_paired_with_ano
         assert "in backward" in said, said
 
 
+def asked_of_two_roots(rank: int, world: int) -> list[int]:
+    models = [Stack([*range(3)]) for _ in range(2)]
+    for model in models:
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+    losses = [model(torch.tensor([0, 1])).square().mean() for model in models]
+    for loss in losses:
+        loss.backward()
+    return [context(model).order.asked for model in models]
+
+
+def test_of_two_roots_no_gather_is_predicted_from_the_start():
+    """Nothing else would tell that they run in another order on another rank."""
+    for asked in run_distributed(asked_of_two_roots, 2):
+        assert min(asked) > 4
+
+
 def train(rank: int, world: int, *paths: list[int]) -> dict[str, str]:
     """Steps alike, in which nobody is asked any more in the end; then each rank goes its own path."""
     found = {}
