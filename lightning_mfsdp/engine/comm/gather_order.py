@@ -11,8 +11,8 @@ which are known to be the same on all ranks:
     a rank has gone on, as it     the same
     predicted
 
-The first steps are predicted from the order in which units were sharded. Before its first gather each rank writes a digest of what it
-expects, and predictions begin if all digests are equal. Ranks that run their units in that order ask each other once, however many units
+Where a process has one root, its first steps are predicted from the order in which units were sharded. Before its first gather each rank
+writes a digest of what it expects, and predictions begin if all digests are equal. Ranks that run their units in that order ask each other once, however many units
 there are; where they run some in another order, they ask about those.
 
 A silent rank may be late, or may be waiting in a gather for this rank. Therefore a thread of each process writes into the store how
