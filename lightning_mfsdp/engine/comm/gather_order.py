@@ -12,8 +12,8 @@ which are known to be the same on all ranks:
     predicted
 
 Where a process has one root, its first steps are predicted from the order in which units were sharded. Before its first gather each rank
-writes a digest of what it expects, and predictions begin if all digests are equal. Ranks that run their units in that order ask each other once, however many units
-there are; where they run some in another order, they ask about those.
+writes a digest of what it expects, and predictions begin if all digests are equal. Ranks that run their units in that order ask each
+other once, however many units there are; where they run some in another order, they ask about those.
 
 A silent rank may be late, or may be waiting in a gather for this rank. Therefore a thread of each process writes into the store how
 many gathers were begun, once that number has not changed for a second. Ends of backwards that reduce and steps of optimizers count like
