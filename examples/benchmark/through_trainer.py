@@ -2,8 +2,9 @@
 
     torchrun --standalone --nproc_per_node=4 examples/benchmark/through_trainer.py mfsdp 300m,1b
 
-Strategies: mfsdp, fsdp (FSDPStrategy, a unit for each block), model-parallel (ModelParallelStrategy with FSDP2's fully_shard on
-each block), ddp. Rank 0 prints one JSON line for each size, starting with RESULT, in the format of train.py.
+Strategies: mfsdp, mfsdp-no-shard (sharding="no_shard"), fsdp (FSDPStrategy, a unit for each block), model-parallel (ModelParallelStrategy
+with FSDP2's fully_shard on each block), ddp, single (SingleDeviceStrategy, for one process). Rank 0 prints one JSON line for each size,
+starting with RESULT, in the format of train.py.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -29,7 +30,8 @@ from examples.benchmark.engines import Options, adamw, build
 from examples.decoder import PRESETS, Block, next_token_loss
 from lightning_mfsdp import MFSDPStrategy, MixedPrecisionPolicy
 
-STRATEGIES = ("mfsdp", "fsdp", "model-parallel", "ddp")
+STRATEGIES = ("mfsdp", "mfsdp-no-shard", "fsdp", "model-parallel", "ddp", "single")
+MIXED_BY_TRAINER = ("mfsdp", "mfsdp-no-shard", "ddp", "single")  # the others are given dtypes of their own
 
 
 class Timed(Callback):
@@ -93,9 +95,10 @@ class TimedDecoder(LightningModule):
 
 def strategy_of(name: str, options: Options, *, graph: bool) -> Strategy | str:
     """The strategy as a user would set it up for this model."""
-    if name == "mfsdp":
+    if name.startswith("mfsdp"):
         policy = MixedPrecisionPolicy(compute_dtype=torch.bfloat16, grad_comm_dtype=options.reduce_dtype)
-        return MFSDPStrategy(policy=policy, cuda_graph=graph)
+        sharding = "no_shard" if name == "mfsdp-no-shard" else "optim_grads_params"
+        return MFSDPStrategy(sharding=sharding, policy=policy, cuda_graph=graph)
     if graph:
         raise SystemExit(f"Error: {name} cannot capture a step as a CUDA graph")
     if name == "fsdp":
@@ -107,6 +110,10 @@ def strategy_of(name: str, options: Options, *, graph: bool) -> Strategy | str:
         return FSDPStrategy(auto_wrap_policy={Block}, mixed_precision=dtypes)
     if name == "model-parallel":
         return ModelParallelStrategy(data_parallel_size=dist.get_world_size(), tensor_parallel_size=1)
+    if name == "single":
+        if dist.get_world_size() != 1:
+            raise SystemExit(f"Error: single is for one process, and there are {dist.get_world_size()}")
+        return SingleDeviceStrategy(torch.device("cuda", torch.cuda.current_device()))
     return "ddp"
 
 
@@ -123,7 +130,7 @@ def measure(name: str, options: Options, plan: Plan) -> dict[str, object]:
         accelerator="gpu",
         devices=dist.get_world_size(),
         strategy=strategy_of(name, options, graph=plan.graph),
-        precision="bf16-mixed" if name in ("mfsdp", "ddp") else None,
+        precision="bf16-mixed" if name in MIXED_BY_TRAINER else None,
         max_steps=plan.warmup + plan.steps + 1,
         accumulate_grad_batches=plan.accumulation,
         gradient_clip_val=options.clip or None,
