@@ -14,6 +14,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = ROOT / "pyproject.toml"
+PACKAGE = ROOT / "lightning_mfsdp/__init__.py"
+VERSION = re.compile(r'^__version__ = "(.*)"$', flags=re.MULTILINE)
 # Python has tomllib from 3.11 on only.
 REPOSITORY = re.compile(r'^repository = "(.*)"$', flags=re.MULTILINE)
 
@@ -34,9 +36,11 @@ NOT_LOADED = {"alternate", "canonical", "next", "prev"}
 
 
 def on_config(config: Any, **_: Any) -> Any:
-    """Called by mkdocs first: the theme and the links below take the address from where the package has it."""
+    """Called by mkdocs first: the theme and the links below take the address and the version from where the package has them."""
     [config.repo_url] = REPOSITORY.findall(PROJECT.read_text(encoding="utf-8"))
+    [version] = VERSION.findall(PACKAGE.read_text(encoding="utf-8"))
     config.repo_name = config.site_name
+    config.copyright = f"{config.site_name} {version}"
     return config
 
 

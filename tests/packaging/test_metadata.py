@@ -68,7 +68,7 @@ def test_without_an_address_the_readme_is_as_it_is_and_there_are_no_urls():
 def test_with_an_address_every_link_of_the_readme_leads_somewhere(with_address):
     found = metadata(with_address)
     targets = re.findall(r"\]\(([^)]+)\)", found.readme)
-    assert len(targets) > 20
+    assert len(targets) > 10
     assert [target for target in targets if not target.startswith("https://")] == []
     for target in targets:
         if target.startswith(ADDRESS):
