@@ -47,7 +47,7 @@ class ChoosesRecompute(ABC):
     @property
     @abstractmethod
     def recompute(self) -> Recompute:
-        """The specification."""
+        """What is recomputed in backward, instead of the strategy's own `recompute`."""
 
 
 class HasParameterState(ABC):
@@ -84,17 +84,20 @@ class SeesTrainingSteps(ABC):
         """`arguments` are what `LightningModule.training_step` is about to be called with."""
 
 
-def recompute_option(given: Recompute | Mapping[str, Any] | None, callbacks: Sequence[Callback]) -> Recompute | None:
+def recompute_option(option: Recompute | Mapping[str, Any] | None, callbacks: Sequence[Callback]) -> Recompute | None:
     """What a strategy or one callback specifies about activations.
 
     Raises:
         ValueError: Several of them specify something.
     """
-    asking = [callback for callback in callbacks if isinstance(callback, ChoosesRecompute)]
-    names = [*(["MFSDPStrategy(recompute=...)"] if given is not None else []), *(type(one).__name__ for one in asking)]
+    choosing = [callback for callback in callbacks if isinstance(callback, ChoosesRecompute)]
+    names = [
+        *(["MFSDPStrategy(recompute=...)"] if option is not None else []),
+        *(type(callback).__name__ for callback in choosing),
+    ]
     if len(names) > 1:
         raise ValueError(f"{' and '.join(names)} both specify what is recomputed in backward; leave all but one out")
-    return asking[0].recompute if asking else as_recompute(given)
+    return choosing[0].recompute if choosing else as_recompute(option)
 
 
 def check_callbacks(callbacks: Sequence[Callback], compute_dtype: torch.dtype) -> None:
@@ -129,14 +132,14 @@ def check_background_saves(callbacks: Sequence[Callback]) -> None:
     Lightning numbers the second (`-v1`) when it sees the first, and what is being saved in the background does not exist yet. Then one
     callback would remove what the other keeps.
     """
-    known: dict[tuple[str, str], ModelCheckpoint] = {}
+    savers: dict[tuple[str, str], ModelCheckpoint] = {}
     for callback in callbacks:
         if not isinstance(callback, ModelCheckpoint) or callback.dirpath is None:
             continue
         names = [callback.filename or "{epoch}-{step}"] if callback.save_top_k else []
         names += [callback.CHECKPOINT_NAME_LAST] if callback.save_last else []
         for name in names:
-            other = known.setdefault((str(callback.dirpath), name), callback)
+            other = savers.setdefault((str(callback.dirpath), name), callback)
             if other is not callback:
                 raise ValueError(
                     f"async_save=True: two callbacks save {name!r} in {callback.dirpath}, and neither sees what is still being written, so "

@@ -1,4 +1,4 @@
-"""CheckpointingStrategy: Lightning's methods for checkpoints. A checkpoint is a directory with rows of every rank, or one file."""
+"""CheckpointingStrategy: Lightning's methods that save and load checkpoints, which are directories with rows of every rank, or files."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ __all__ = ["CheckpointingStrategy"]
 
 _log = logging.getLogger(__name__)
 
-_MODEL = "model"  # the one that a Trainer has
+_MODEL = "model"  # name of a Trainer's only model, where functions take models by name
 
 
 class _NothingYet(dict[str, Any]):
-    """A checkpoint that Lightning skips, as it does with an empty one; it requires a version."""
+    """A checkpoint that Lightning skips, as it does with an empty one. It has a version, which Lightning reads all the same."""
 
     def __bool__(self) -> bool:
         return False
@@ -110,7 +110,7 @@ class CheckpointingStrategy(ProcessStrategy):
         self._weights_only, self._can_read, self._loading = None, False, None
 
     def can_read_checkpoints(self) -> None:
-        """The model is sharded, and its optimizers exist."""
+        """The model is sharded and its optimizers exist: from now on `load_checkpoint` reads."""
         self._can_read = True
 
     def compare_checkpoint_paths(self) -> None:
@@ -119,8 +119,8 @@ class CheckpointingStrategy(ProcessStrategy):
         Raises:
             ValueError: They differ.
         """
-        given = self._module.trainer.ckpt_path  # Lightning has set it, also to `None`
-        same_on_all("ckpt_path", None if given is None else os.fspath(given), Ranks())
+        path = self._module.trainer.ckpt_path  # Lightning has set it, also to `None`
+        same_on_all("ckpt_path", None if path is None else os.fspath(path), Ranks())
 
     def look_for_checkpoint_folders(self) -> None:
         """Before the first step: every rank sees the folders in which it will save its rows. Collective.
@@ -168,11 +168,11 @@ class CheckpointingStrategy(ProcessStrategy):
     def parameter_states(self) -> dict[str, ParameterState]:
         """What is kept for parameters besides weights and optimizers, by its name in checkpoints. Callbacks save theirs themselves."""
         callbacks = self._module.trainer.callbacks  # type: ignore[attr-defined]
-        found: dict[str, ParameterState] = {GRADIENTS: PendingGradients(self._module, self._at_first_step)}
+        states: dict[str, ParameterState] = {GRADIENTS: PendingGradients(self._module, self._at_first_step)}
         for callback in callbacks:
             if isinstance(callback, HasParameterState):
-                found[callback.checkpoint_key] = callback.parameter_state
-        return found
+                states[callback.checkpoint_key] = callback.parameter_state
+        return states
 
     def _prepare_optimizers(self, checkpoint: dict[str, Any]) -> None:
         trainer = self._module.trainer
@@ -248,6 +248,7 @@ class CheckpointingStrategy(ProcessStrategy):
             return
         with on_all_ranks(f"copying {location} to host memory"):
             staged = content.staged(self._staging)
+        # Only the copies are used from here on: training changes weights while they are written.
         self._saver.start(lambda: lightning_io.save(location, staged, ranks=ranks))
 
     def _as_saved(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -302,11 +303,11 @@ class CheckpointingStrategy(ProcessStrategy):
         epochs = loop["epoch_progress"]["current"]
         # Stopped before the first batch of an epoch, whose loaders have drawn their random numbers.
         at_its_start = epochs["processed"] < epochs["started"] == epochs["ready"] and not progress["current"]["ready"]
-        own = self._state_of_place(states) if states else None
+        own_state = self._state_of_place(states) if states else None
 
         def restore_random() -> None:
-            if own is not None:
-                restore_random_state(own["random"], self.root_device)
+            if own_state is not None:
+                restore_random_state(own_state["random"], self.root_device)
 
         def go_on() -> None:
             trainer: Trainer = self._module.trainer
@@ -326,16 +327,16 @@ class CheckpointingStrategy(ProcessStrategy):
         same_ranks = len(states) == self.world_size
         of_gradients = [states[self.global_rank]] if same_ranks else states
         self._at_first_step.append(lambda: set_whole_gradients(self._module, of_gradients))
-        own = self._state_of_place(states)
-        if own is None:
+        own_state = self._state_of_place(states)
+        if own_state is None:
             saved = states[0].get("data_size", len(states))
             rank_zero_info(
                 f"the checkpoint was saved by {saved} data ranks, and there are {self._data_place['data_size']}: training continues at "
                 f"the same position in the data, and random numbers such as dropout differ from those that {saved} ranks would draw"
             )
             return
-        take_loader_states(rest, own)
-        restore_random_state(own["random"], self.root_device)
+        take_loader_states(rest, own_state)
+        restore_random_state(own_state["random"], self.root_device)
 
     @property
     def _data_place(self) -> dict[str, int]:
@@ -344,7 +345,7 @@ class CheckpointingStrategy(ProcessStrategy):
         return {"data_size": place["num_replicas"], "data_rank": place["rank"]}
 
     def _state_of_place(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-        """That of this rank, or of one that read the same data; `None` if the data were divided among another number of ranks."""
+        """The state of this rank, or of one that read the same data; `None` if the data were divided among another number of ranks."""
         size, rank = self._data_place.values()
         if states[0].get("data_size", len(states)) != size:
             return None
@@ -404,7 +405,7 @@ class CheckpointingStrategy(ProcessStrategy):
                 parameter_states=self.parameter_states,
                 optimizers=compared,
             )
-        self.model_to_device()  # what on_load_checkpoint may have made on the CPU
+        self.model_to_device()  # on_load_checkpoint may have replaced buffers by tensors on the CPU
         self.precision_plugin.take_fp8_scaling({_MODEL: self._module}, content)  # type: ignore[attr-defined]
         self._restore_rank_state(content)
 
@@ -444,7 +445,7 @@ class CheckpointingStrategy(ProcessStrategy):
         self._saver.close()
 
     def _finish_saving_alone(self) -> None:
-        """The same while an exception is propagating that must not be replaced."""
+        """As `finish_saving`, while an exception is propagating that must not be replaced."""
         try:
             self.finish_saving()
         except RuntimeError as error:

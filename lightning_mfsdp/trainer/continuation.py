@@ -1,6 +1,7 @@
-"""What exact continuation needs besides weights and optimizers.
+"""Saves and restores what a resumed run needs, besides weights and optimizers, to compute the same numbers as one that was not stopped.
 
-Every rank's random state and the state of its loaders (Lightning keeps those of rank 0), and the gradients of a step that is not complete.
+That is every rank's random state and the state of its loaders (Lightning keeps those of rank 0), and the gradients of a step that is not
+complete.
 """
 
 from __future__ import annotations
@@ -61,9 +62,9 @@ def rank_state(
 def set_whole_gradients(module: nn.Module, states: Sequence[Mapping[str, Any]]) -> None:
     """Set the gradients of parameters that are not sharded from a `rank_state`, or the mean of several."""
     for name, parameter in _unmanaged(module).items():
-        found = [state["gradients"][name] for state in states if name in state.get("gradients", {})]
-        if found:
-            parameter.grad = torch.stack(found).mean(0).to(parameter)
+        gradients = [state["gradients"][name] for state in states if name in state.get("gradients", {})]
+        if gradients:
+            parameter.grad = torch.stack(gradients).mean(0).to(parameter)
 
 
 def _unmanaged(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -79,8 +80,8 @@ def take_loader_states(checkpoint: Mapping[str, Any], state: Mapping[str, Any]) 
 
 
 def _fit_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = checkpoint["loops"]["fit_loop"]["state_dict"]
-    return found
+    state: dict[str, Any] = checkpoint["loops"]["fit_loop"]["state_dict"]
+    return state
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -154,7 +155,7 @@ class PendingGradients:
 
     def _set(self, rows: Mapping[str, Tensor]) -> None:
         for view in sharded_parameters(self._module):
-            found = rows.get(view.name)
-            if found is not None:
-                rows_here = found.to(view.local.device, view.local.grad_dtype)
-                view.dtensor.grad = placed_as(rows_here, view.dtensor)
+            own_rows = rows.get(view.name)
+            if own_rows is not None:
+                rows_on_device = own_rows.to(view.local.device, view.local.grad_dtype)
+                view.dtensor.grad = placed_as(rows_on_device, view.dtensor)

@@ -83,7 +83,7 @@ class LogRecorder:
         self.logged.append((name, value, options))
 
     def reset(self, **_: Any) -> None:
-        """Nothing was accumulated."""
+        """What `LightningModule.log` calls in the first step of an epoch; a recorder has no values of an earlier epoch."""
 
 
 @contextmanager
@@ -116,7 +116,7 @@ class GraphedTrainingStep:
 
     @property
     def is_captured(self) -> bool:
-        """Whether steps are replayed."""
+        """Whether the graphs exist, so that steps replay them from now on."""
         return self._captured.is_captured
 
     @property
@@ -164,7 +164,7 @@ class GraphedTrainingStep:
         self._captured.record_again()
 
     def close(self) -> None:
-        """The training is over."""
+        """Training is over: free the graphs and their memory."""
         self._captured.close()
 
     def _step(self, batch: Any) -> Any:

@@ -18,9 +18,8 @@ from lightning_mfsdp._lightning_api import PossibleUserWarning, Trainer
 
 __all__ = ["DATA_POSITIONS", "ResumableSampler", "data_positions", "go_on_reading", "resumable", "training_begins"]
 
-DATA_POSITIONS = (
-    "data_positions"  # in checkpoints: one for each training loader, `None` for those that are not counted here
-)
+# Key in checkpoints: a list with an entry for each training loader, `None` for loaders whose samples are not counted here.
+DATA_POSITIONS = "data_positions"
 
 
 class ResumableSampler(DistributedSampler[Any]):
@@ -50,7 +49,7 @@ class ResumableSampler(DistributedSampler[Any]):
 
     @property
     def size(self) -> int:
-        """Samples in the dataset."""
+        """Number of samples in the dataset, before padding and before it is divided among ranks."""
         return len(self.dataset)  # type: ignore[arg-type]
 
     @property
@@ -73,7 +72,7 @@ class ResumableSampler(DistributedSampler[Any]):
         rest = order[seen:]
         if self.drop_last:
             rest = rest[: self._rest_of_rank(seen) * self.num_replicas]
-        else:
+        else:  # padded like a DistributedSampler, by samples from the beginning of the epoch
             missing = -len(rest) % self.num_replicas
             rest += (order * -(-missing // len(order)))[:missing]
         return iter(rest[self.rank :: self.num_replicas])
@@ -219,26 +218,26 @@ def go_on_reading(
         _go_on(loader, position, number, len(loaders), inside)
         for number, (loader, position) in enumerate(zip(loaders, positions, strict=True))
     ]
-    known = [batches for batches in before if batches is not None]
+    counted = [batches for batches in before if batches is not None]
     late = bool(trainer.fit_loop._combined_loader_states_to_load)
-    if (known or late) and (combined := trainer.fit_loop._combined_loader) is not None:
+    if (counted or late) and (combined := trainer.fit_loop._combined_loader) is not None:
         # Iterators were created when the loaders were set up, workers may have read ahead, and Lightning may not have restored others.
         combined._load_state_dicts(list(states))
         trainer.fit_loop._combined_loader_states_to_load = []
         assert trainer.fit_loop._data_fetcher is not None
         restore_random()
         iter(trainer.fit_loop._data_fetcher)
-    if known and inside:
+    if counted and inside:
         # On another number of ranks, or with other batches, the same samples are another number of batches.
         current: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-        shift = max(known) - current.processed
+        shift = max(counted) - current.processed
         if shift:
             current.ready, current.started = current.ready + shift, current.started + shift
             current.processed, current.completed = current.processed + shift, current.completed + shift
     for loader in loaders:
         if isinstance(loader, _ResumableLoader):
             loader.seem_stateful(True)
-    exact = bool(loaders) and len(known) == len(loaders)
+    exact = bool(loaders) and len(counted) == len(loaders)
     if exact and inside:
         restore_random()
     return exact

@@ -1,4 +1,4 @@
-"""Steps of validation, testing and prediction, where ranks may have different numbers of batches.
+"""Lets steps of validation, testing and prediction end on all ranks together, although ranks may have different numbers of batches.
 
 Lightning's sampler for predictions repeats no sample, so some ranks run out of batches earlier than others; loaders of users may differ
 by more. A sharded forward needs all ranks. Those that are done with a loader therefore join the gathers of the others until
@@ -64,6 +64,6 @@ def _ends_a_loader(loop: Any) -> bool:
         return True
     if isinstance(fetcher, PrefetchDataFetcher) and fetcher.batches:
         _, index_of_next, _ = fetcher.batches[0]
-        return bool(index_of_next == 0)
+        return bool(index_of_next == 0)  # what was read ahead is the first batch of another loader
     one_after_the_other = fetcher.combined_loader._mode == "sequential"
     return one_after_the_other and loop.batch_progress.current.ready in accumulate(loop.max_batches)

@@ -17,8 +17,7 @@ from lightning_mfsdp.checkpoint.state.whole import full_state_dict
 
 __all__ = ["ForkedLauncher"]
 
-# Names of a message about many.
-_SHOWN = 4
+_SHOWN = 4  # parameters that a message names, however many it is about
 
 
 class ForkedLauncher(MultiProcessingLauncher):
@@ -82,14 +81,14 @@ class ForkedLauncher(MultiProcessingLauncher):
 
 def _materialize(module: nn.Module, buffers: Mapping[str, Tensor]) -> None:
     """Memory on the CPU for parameters and buffers on the meta device; tied ones stay tied, and `buffers` have values."""
-    known: dict[int, Tensor] = {}
+    materialized: dict[int, Tensor] = {}
     for prefix, child in module.named_modules():
         for name, parameter in child._parameters.items():
             if parameter is not None and parameter.is_meta:
-                if id(parameter) not in known:
+                if id(parameter) not in materialized:
                     empty = torch.empty_like(parameter, device="cpu")
-                    known[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                child._parameters[name] = known[id(parameter)]
+                    materialized[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                child._parameters[name] = materialized[id(parameter)]
         for name, buffer in child._buffers.items():
             if buffer is not None and buffer.is_meta:
                 full = f"{prefix}.{name}" if prefix else name

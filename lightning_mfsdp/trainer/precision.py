@@ -88,9 +88,10 @@ class MFSDPPrecision(ShardedPrecision, Precision):
             )
         result = closure()
         if result is None and model.automatic_optimization:
-            # training_step returned None: there was no backward, so there is nothing to unscale or to step
+            # training_step returned None: there was no backward, so there is nothing to unscale or to step.
             self._after_closure(model, optimizer)
             return result
+        # Before _after_closure, which clips: limits are for gradients without the scale.
         if not unscales_by_itself(optimizer):
             self.scaler.unscale_(optimizer)
         self._after_closure(model, optimizer)
@@ -114,7 +115,7 @@ class MFSDPPrecision(ShardedPrecision, Precision):
         super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
 
     def main_params(self, optimizer: Optimizer) -> Iterator[nn.Parameter]:
-        """Those whose gradients are clipped."""
+        """The parameters whose gradients are clipped: all that the optimizer has."""
         return chain.from_iterable([group["params"] for group in optimizer.param_groups])
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
@@ -131,5 +132,5 @@ class MFSDPPrecision(ShardedPrecision, Precision):
 
 
 def translate_precision(plugin: FabricPrecision, policy: MixedPrecisionPolicy | None) -> MFSDPPrecision:
-    """`translate` into a `MFSDPPrecision`."""
+    """The precision plugin that Lightning built, as a `MFSDPPrecision`; see `translate` for arguments and errors."""
     return translate(plugin, policy, MFSDPPrecision)

@@ -1,4 +1,4 @@
-"""Where a run that a signal stopped is saved: where the next start looks by itself.
+"""Chooses where a run that a signal stopped is saved: in the place where its next start looks for a checkpoint by itself.
 
 fit(ckpt_path="last")    in folders of ModelCheckpoints, for names that begin with their word for the last one
 fit() in a SLURM job     in the Trainer's default_root_dir, for the hpc_ckpt_N.ckpt with the highest N
@@ -50,7 +50,7 @@ class Last:
         if trainer.fast_dev_run or any(  # type: ignore[attr-defined]
             isinstance(saver, OnExceptionCheckpoint) for saver in trainer.checkpoint_callbacks
         ):
-            return None  # "last" finds that of an OnExceptionCheckpoint
+            return None  # an OnExceptionCheckpoint saves by itself, and ckpt_path="last" finds what it saved
         savers = [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, ModelCheckpoint)]
         with_last = [saver for saver in savers if saver.save_last]
         if not savers or any(
@@ -60,7 +60,7 @@ class Last:
         return cls((with_last or savers)[0], trainer)
 
     def save(self) -> None:
-        """Save it, with optimizers, also for a ModelCheckpoint that saves weights only; then remove what it replaces."""
+        """Save the checkpoint, with optimizers, also for a ModelCheckpoint that saves weights only; then remove what it replaces."""
         self._trainer.save_checkpoint(self.path)
         previous, saver = self._previous, self._saver
         if previous and saver._should_remove_checkpoint(self._trainer, previous, self.path):

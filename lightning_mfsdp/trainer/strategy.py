@@ -2,7 +2,7 @@
 
     setup_environment   process group, device mesh (data) or (outer, data)
     setup               dtype of the module, units, fully_shard, buffers to the device, optimizers
-    *_step              the root unit's weights are unsharded: Lightning calls these methods directly, so forward hooks do not run
+    *_step              the contexts of a step, listed above `training_step`
     backward            the engine is notified that a backward starts; gradients are final when it returns
     optimizer_step      gradients may be freed at once
 
@@ -352,8 +352,8 @@ class MFSDPStrategy(CheckpointingStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             self.look_for_checkpoint_folders()
-        if fitting and self._saves_in_background:
-            check_background_saves(trainer.callbacks)  # type: ignore[attr-defined]
+            if self._saves_in_background:
+                check_background_saves(trainer.callbacks)  # type: ignore[attr-defined]
         self.model = self._module
         options = replace(self._options, recompute=recompute_option(self._options.recompute, trainer.callbacks))  # type: ignore[attr-defined]
         if self._layer_sync is not None:
@@ -369,10 +369,10 @@ class MFSDPStrategy(CheckpointingStrategy):
         if fitting:
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
-        self.setup_precision_plugin()
+        self.setup_precision_plugin()  # makes the loss scaler, for which it needs the device
         if fitting:
             for optimizer in self.optimizers:
-                if not isinstance(optimizer, MockOptimizer):
+                if not isinstance(optimizer, MockOptimizer):  # Lightning's, where configure_optimizers returns None
                     fully_shard_optimizer(optimizer, grad_scaler=self.precision_plugin.scaler)
         self._is_first_step = True
         self.can_read_checkpoints()
@@ -400,7 +400,7 @@ class MFSDPStrategy(CheckpointingStrategy):
             self._take_metrics()
 
     def _take_metrics(self) -> None:
-        """Those that were made since, in hooks, as well."""
+        """Have metrics synchronized over ranks with different data, also those that hooks have made since the last call."""
         if self._metrics is not None:
             self._metrics.take([self._module, *self._module.trainer.callbacks])  # type: ignore[attr-defined]
 
@@ -413,13 +413,13 @@ class MFSDPStrategy(CheckpointingStrategy):
 
     @staticmethod
     def _compare_numbers(shared: SharedBatches | None, batches: Sequence[int | float]) -> None:
-        """Of each loader of an evaluation; ranks that compute batches together must have equally many."""
+        """Check that ranks that compute batches together have equally many, of each loader of an evaluation."""
         if shared is not None:
             for number in batches:
                 shared.compare_numbers(number)
 
     def _as_saved(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """With configurations of models as they are outside of this run."""
+        """The checkpoint with configurations of models as they are outside of this run."""
         if self._batches is None:
             return checkpoint
         with self._batches.undone():
@@ -467,6 +467,17 @@ class MFSDPStrategy(CheckpointingStrategy):
         return super().lightning_module_state_dict()
 
     # -- steps ---------------------------------------------------------------------------------------------------------
+    #
+    # The contexts around a step of the LightningModule, from the outermost in; docs/design/step.md has them, too.
+    #
+    #   _with_others         an error of any collective inside, because another rank is missing, says which rank failed
+    #   step_with_all_ranks  evaluations only: repeats the step's gathers for ranks that have batches left, so it is around them
+    #   _part_of             this rank's part of the batch, which callbacks see. Around CUDA graphs, which replay without the Python that
+    #                        divides a batch and compares it with other ranks'
+    #   gather_root          the root unit's weights: Lightning calls `*_step` directly, so the root's forward hooks do not run
+    #   forward_context      autocast, FP8 or a default dtype. Innermost: it is for the user's code alone
+    #
+    # Lightning calls these outside of them, each with a context of its own: block_backward_sync, backward, optimizer_step.
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """`LightningModule.training_step` with the root unit's weights unsharded."""
@@ -475,12 +486,61 @@ class MFSDPStrategy(CheckpointingStrategy):
             self._is_first_step = False
         if self._at_first_step:
             self.go_on_exactly()
+        # In automatic optimization the backward comes after the step, and `backward` ends the part; otherwise it runs inside the step.
         stays = self._module.automatic_optimization
-        with self._part_of(args, "the training loader", trains=True, stays=stays) as args:
+        part = self._part_of(self._batches, args, "the training loader", trains=True, stays=stays)
+        with self._with_others(), part as args:
             for callback in self._module.trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, SeesTrainingSteps):
                     callback.before_training_step(args)
             return (self._graphed or self._run_training_step)(*args, **kwargs)
+
+    def _run_training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with gather_root(self._module), self.precision_plugin.forward_context():
+            return self._module.training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """`LightningModule.validation_step` with the root unit's weights unsharded."""
+        return self._evaluate(self._module.validation_step, self._batches, "validation loader", args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """`LightningModule.test_step` with the root unit's weights unsharded."""
+        return self._evaluate(self._module.test_step, self._batches, "test loader", args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """`LightningModule.predict_step` with the root unit's weights unsharded."""
+        return self._evaluate(self._module.predict_step, self._predicted_batches, "prediction loader", args, kwargs)
+
+    def _evaluate(
+        self,
+        step: Callable[..., Any],
+        batches: SharedBatches | None,
+        loader: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        number = args[2] if len(args) > 2 else 0  # Lightning passes it where there are several loaders
+        forward_context = self.precision_plugin.forward_context
+        with (
+            self._with_others(),
+            step_with_all_ranks(self._module, self.root_device, forward_context),
+            self._part_of(batches, args, f"{loader} {number}") as args,
+            gather_root(self._module),
+            forward_context(),
+        ):
+            return step(*args, **kwargs)
+
+    @staticmethod
+    @contextmanager
+    def _part_of(
+        batches: SharedBatches | None, args: tuple[Any, ...], loader: str, *, trains: bool = False, stays: bool = False
+    ) -> Generator[tuple[Any, ...], None, None]:
+        """The arguments of a step, with this rank's part of the batch, which is the first of them."""
+        if batches is None:
+            yield args
+            return
+        with batches.step(args[0], loader, trains=trains, stays=stays) as part:
+            yield part, *args[1:]
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Lightning's; ranks that compute a batch together take that of the first of them, if that is requested."""
@@ -489,51 +549,6 @@ class MFSDPStrategy(CheckpointingStrategy):
         if group is not None and self._options.shared_batches == "broadcast":
             batch = from_first(batch, group)
         return super().batch_to_device(batch, device, dataloader_idx)
-
-    @contextmanager
-    def _part_of(
-        self, args: tuple[Any, ...], loader: str, *, trains: bool = False, stays: bool = False
-    ) -> Generator[tuple[Any, ...], None, None]:
-        """Around a step: its arguments, with this rank's part of the batch."""
-        if self._batches is None:
-            yield args
-            return
-        with self._batches.step(args[0], loader, trains=trains, stays=stays) as part:
-            yield part, *args[1:]
-
-    def _run_training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._with_others(), self._step_context() as module:
-            return module.training_step(*args, **kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """`LightningModule.validation_step` with the root unit's weights unsharded."""
-        loader = f"validation loader {args[2] if len(args) > 2 else 0}"
-        with self._evaluation_context() as module, self._part_of(args, loader) as args:
-            return module.validation_step(*args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """`LightningModule.test_step` with the root unit's weights unsharded."""
-        loader = f"test loader {args[2] if len(args) > 2 else 0}"
-        with self._evaluation_context() as module, self._part_of(args, loader) as args:
-            return module.test_step(*args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """`LightningModule.predict_step` with the root unit's weights unsharded."""
-        shared, loader = self._predicted_batches, f"prediction loader {args[2] if len(args) > 2 else 0}"
-        with self._evaluation_context() as module, shared.step(args[0], loader) if shared else nullcontext():
-            return module.predict_step(*args, **kwargs)
-
-    @contextmanager
-    def _step_context(self) -> Generator[LightningModule, None, None]:
-        with gather_root(self._module), self.precision_plugin.forward_context():
-            yield self._module
-
-    @contextmanager
-    def _evaluation_context(self) -> Generator[LightningModule, None, None]:
-        precision = self.precision_plugin.forward_context
-        step = step_with_all_ranks(self._module, self.root_device, precision)
-        with self._with_others(), step, self._step_context() as module:
-            yield module
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Notify the engine of the backward of this loss."""
@@ -577,7 +592,10 @@ class MFSDPStrategy(CheckpointingStrategy):
         assert self.accelerator is not None
         try:
             super().teardown()
-            self._finish_saving_alone() if self._is_alone else self.finish_saving()
+            if self._is_alone:
+                self._finish_saving_alone()
+            else:
+                self.finish_saving()
             for batches in (self._batches, self._predicted_batches):
                 if batches is not None and not self._is_alone:
                     batches.finish()
