@@ -6,7 +6,7 @@ with whole tensors. Any reader of that layout reads either.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -58,20 +58,17 @@ def save(location: Location, state: Mapping[str, Any], filters: Filters, *, whol
     versions: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, nn.Module):
-            found = value.state_dict()
-            if not whole:
-                versions[key] = sharded.module_versions(found)
-            found = whole_model_state(found, keep=keep) if whole else found
-            kept = _filtered(key, found, filters)
-            tensors[key] = (
-                kept
-                if whole
-                else sharded.own_share(sharded.rows_by_name(kept, indices[key], "saving a checkpoint"), ranks)
-            )
+            model_state = value.state_dict()
+            if whole:
+                tensors[key] = _filtered(key, whole_model_state(model_state, keep=keep), filters)
+            else:
+                versions[key] = sharded.module_versions(model_state)
+                rows = sharded.rows_by_name(_filtered(key, model_state, filters), indices[key], "saving a checkpoint")
+                tensors[key] = sharded.own_share(rows, ranks)
         elif isinstance(value, Optimizer):
             index = _index_of(key, value, indices)
-            found = whole_optimizer_state(value, keep=keep) if whole else optimizer_state(index, value)
-            tensors[key] = _filtered(key, found, filters)
+            saved_state = whole_optimizer_state(value, keep=keep) if whole else optimizer_state(index, value)
+            tensors[key] = _filtered(key, saved_state, filters)
         else:
             rest[key] = _filtered(key, value.state_dict() if isinstance(value, Stateful) else value, filters)
     content: lightning_io.FullContent | lightning_io.ShardedContent
@@ -118,13 +115,13 @@ def load(
         directory = Directory(location, check_files(location, ranks, trusted=trusted), trusted)
         rest = read(location, META_FILE, weights_only)
         versions = rest.pop(MODULE_VERSIONS, {})
-        known = {*directory.parts(), *rest}
+        saved_keys = {*directory.parts(), *rest}
     elif location.is_file():
         directory, rest, versions = None, read(location, None, weights_only), {}
-        known = set(rest)
+        saved_keys = set(rest)
     else:
         raise no_checkpoint_error(location)
-    present, indices, reads = _present(location, state, known, strict=strict), _indices(state), Reads(directory)
+    present, indices, reads = _present(location, state, saved_keys, strict=strict), _indices(state), Reads(directory)
     models: dict[str, ModelPlan] = {}
     names: dict[int, set[str]] = {}
     optimizers: dict[str, OptimizerPlan] = {}
@@ -179,23 +176,22 @@ def _stored(directory: Directory, key: str, module: nn.Module, versions: dict[st
     """The state dict of a module in a directory."""
     if key == "model" and key not in directory.parts():
         key = "state_dict"  # as ModelParallelStrategy names it
-    found = StoredState.of(directory, key, known_names(module))
+    stored = StoredState.of(directory, key, known_names(module))
     if versions is not None:
-        found._metadata = versions
-    return found
+        stored._metadata = versions
+    return stored
 
 
-def _present(path: Location, state: Mapping[str, Any], saved: Iterable[str], *, strict: bool) -> dict[str, Any]:
+def _present(path: Location, state: Mapping[str, Any], saved: Collection[str], *, strict: bool) -> dict[str, Any]:
     """The part of `state` that was saved."""
-    known = set(saved)
     # For a module without parameters and buffers, such as a loss, nothing is written.
     empty = [key for key, value in state.items() if isinstance(value, nn.Module) and not value.state_dict()]
-    missing = [key for key in state if key not in known and key not in empty]
+    missing = [key for key in state if key not in saved and key not in empty]
     if missing and strict:
-        raise KeyError(f"{path} holds nothing for {missing}, only {sorted(known)}; ask for these, or pass strict=False")
+        raise KeyError(f"{path} holds nothing for {missing}, only {sorted(saved)}; ask for these, or pass strict=False")
     if missing:
         rank_zero_warn(f"{path} holds nothing for {missing}, which keep their present values, as strict=False says")
-    return {key: value for key, value in state.items() if key in known}
+    return {key: value for key, value in state.items() if key in saved}
 
 
 def _filtered(key: str, value: Any, filters: Filters) -> Any:
@@ -205,12 +201,12 @@ def _filtered(key: str, value: Any, filters: Filters) -> Any:
 
 
 def _indices(state: Mapping[str, Any]) -> dict[str, ParameterIndex]:
-    """Of all modules in a state, by its keys."""
+    """The index of each module in a state, by the state's keys."""
     return {key: ParameterIndex(value) for key, value in state.items() if isinstance(value, nn.Module)}
 
 
 def _index_of(key: str, optimizer: Optimizer, indices: Mapping[str, ParameterIndex]) -> ParameterIndex:
-    """Of the module that an optimizer trains: its state is saved by parameter name."""
+    """The index of the module that an optimizer trains: its state is saved by parameter name."""
     for index in indices.values():
         if index.knows(optimizer):
             return index

@@ -183,18 +183,18 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
 
     @property
     def root_device(self) -> torch.device:
-        """This rank's device."""
+        """The device that this rank computes on."""
         assert self.parallel_devices is not None
         return self.parallel_devices[self.local_rank]
 
     @property
     def num_nodes(self) -> int:
-        """Fabric sets it."""
+        """Number of nodes of the run, which Fabric sets from its argument of this name."""
         return self._num_nodes
 
     @property
     def num_processes(self) -> int:
-        """Ranks on this node."""
+        """Number of ranks on this node, each with one device."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
@@ -225,7 +225,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
                 else FabricLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
             )
 
-    def _set_world_ranks(self) -> None:
+    def _set_world_ranks(self) -> None:  # Fabric's connector calls it, too
         communication.set_world_ranks(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
@@ -243,11 +243,11 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         self.precision.connect_device(self.root_device.type)
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks."""
+        """Wait until all ranks have called this. `name` is not used."""
         communication.barrier(self.root_device)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """The object rank `src` has."""
+        """The object that rank `src` passes, on all ranks; it is pickled. Collective."""
         return communication.broadcast(obj, src)
 
     def all_reduce(
@@ -355,9 +355,10 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
             share_buffers(module)
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Of a module as it was set up, with the buffers of rank 0. Collective."""
-        self._share_buffers(_unwrapped(module))
-        return super().get_module_state_dict(_unwrapped(module))
+        """The state dict of a module as it was set up, with the buffers of rank 0. Collective."""
+        module = _unwrapped(module)
+        self._share_buffers(module)
+        return super().get_module_state_dict(module)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Replace the parameters that an optimizer holds by this rank's rows."""
@@ -371,8 +372,8 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         Raises:
             RuntimeError: Parameters on meta, which will be replaced.
         """
-        held = [entry for optimizer in optimizers for group in optimizer.param_groups for entry in group["params"]]
-        if any(parameter.is_meta for parameter in held):
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        if any(parameter.is_meta for group in groups for parameter in group["params"]):
             raise RuntimeError(
                 "an optimizer holds parameters on the meta device, which real ones will replace. Call model = fabric.setup_module(model), "
                 "build the optimizer from model.parameters(), then optimizer = fabric.setup_optimizers(optimizer)"
@@ -401,7 +402,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """Not used."""
+        """Fabric's default, which is not used: every rank writes and reads its own part of a checkpoint."""
         return super().checkpoint_io
 
     @checkpoint_io.setter
@@ -484,6 +485,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         restored = {key: _unwrapped(value) for key, value in state.items()}
         rest = checkpoints.load(location, restored, strict=strict, weights_only=weights_only, translated=translated)
         self.precision.take_fp8_scaling(_models(restored), rest)
+        # Modules and optimizers were read in place, and stay in `state` as Fabric wrapped them.
         state.update({key: value for key, value in restored.items() if not isinstance(value, (nn.Module, Optimizer))})
         return rest
 
