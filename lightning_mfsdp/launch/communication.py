@@ -33,10 +33,10 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-_CONNECTED: list[Peers] = []  # those of this process whose process group has no successor; one at most
+_CONNECTED: list[Peers] = []  # this process's peers in the newest process group; one at most
 
 _UNABORTED_S = 1.5  # for the program to report its own error
-_MEETING_TIMEOUT = timedelta(minutes=30)  # of PyTorch's own for gloo: nodes of a large job start minutes apart
+_MEETING_TIMEOUT = timedelta(minutes=30)  # as PyTorch's own for gloo: nodes of a large job start minutes apart
 
 
 def set_world_ranks(environment: ClusterEnvironment | None, num_processes: int, num_nodes: int) -> None:
@@ -98,15 +98,15 @@ def peers() -> Peers | None:
 
 
 def _connected_peers() -> Peers | None:
-    found = Peers.connected()
+    connected = Peers.connected()
     while _CONNECTED:
         _CONNECTED.pop().close()
-    if found is not None:
+    if connected is not None:
         if dist.get_backend() not in ("gloo", "mpi"):
-            found.abort = compat.abort_process_groups
-        atexit.register(_end_or_abort, found)  # before Lightning's own, which waits for the other ranks
-        _CONNECTED.append(found)
-    return found
+            connected.abort = compat.abort_process_groups
+        atexit.register(_end_or_abort, connected)  # before Lightning's own, which waits for the other ranks
+        _CONNECTED.append(connected)
+    return connected
 
 
 def _end_or_abort(peers: Peers) -> None:
@@ -165,18 +165,18 @@ def _end_process() -> NoReturn:
         )
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-    finally:  # a closed stream, too
+    finally:  # also if a stream is closed
         os._exit(1)
 
 
 def barrier(device: torch.device) -> None:
-    """Wait for all ranks."""
+    """Wait until all ranks have called this; on a CUDA device the host waits, too. Without a process group nothing happens."""
     if (everyone := dist.group.WORLD) is not None:
         dist.barrier(device_ids=[device.index] if compat.uses_nccl(everyone, device) else None)
 
 
 def broadcast(obj: T, src: int = 0) -> T:
-    """The object rank `src` has."""
+    """The object that rank `src` passes, on all ranks; it is pickled. Collective."""
     if not dist.is_initialized():
         return obj
     objects = [obj]

@@ -1,4 +1,4 @@
-"""How the ranks of one start of a job find each other in a store that may hold entries of an earlier start.
+"""Lets the ranks of one start of a job find each other in a store that may hold entries of an earlier start.
 
 torchrun keeps its store when it starts workers again, and backends would read addresses of processes that are gone. So the ranks agree on
 a name that was never used before, and connect under it. Its restart count cannot serve as the name: it does not rise when nodes come or go.
@@ -17,7 +17,7 @@ from lightning_mfsdp.base.compat import PrefixStore, Store
 
 __all__ = ["meet"]
 
-_PAUSE_S = (0.001, 0.1)
+_PAUSE_S = (0.001, 0.1)  # between two looks into the store: the first pause, and the longest
 
 
 def meet(store: Store, rank: int, world_size: int, timeout: timedelta) -> PrefixStore:
@@ -27,39 +27,39 @@ def meet(store: Store, rank: int, world_size: int, timeout: timedelta) -> Prefix
         TimeoutError: Some rank did not arrive in time; on rank 0 with their numbers.
     """
     common = PrefixStore("lightning_mfsdp/meeting", store)
-    word = uuid.uuid4().hex
+    token = uuid.uuid4().hex
     waiting = _Waiting(timeout, rank)
-    common.set(f"word/{rank}", word)
+    common.set(f"token/{rank}", token)
     if rank == 0:
         name = uuid.uuid4().hex
-        words: dict[int, str] = {}
+        tokens: dict[int, str] = {}
         absent = set(range(world_size))
         while absent:
             for other in sorted(absent):
-                found = _read(common, f"word/{other}")
-                if found is not None and words.get(other) != found:
-                    words[other] = found
-                    common.set(f"name/{found}", name)
-                if found is not None and (other == 0 or common.check([f"answer/{found}/{name}"])):
+                other_token = _read(common, f"token/{other}")
+                if other_token is not None and tokens.get(other) != other_token:
+                    tokens[other] = other_token
+                    common.set(f"name/{other_token}", name)
+                if other_token is not None and (other == 0 or common.check([f"answer/{other_token}/{name}"])):
                     absent.discard(other)
             if absent:
                 waiting.pause(f"ranks {sorted(absent)} of {world_size} did not come")
-        for found in words.values():
-            common.set(f"go/{found}", name)
+        for other_token in tokens.values():
+            common.set(f"go/{other_token}", name)
         return PrefixStore(name, store)
-    told = None
-    while (go := _read(common, f"go/{word}")) is None:
-        name = _read(common, f"name/{word}") or ""
-        if name and name != told:
-            common.set(f"answer/{word}/{name}", "here")
-            told = name
-        waiting.pause("rank 0 did not come" if told is None else "rank 0 came, but not all others")
+    last_name = None
+    while (go := _read(common, f"go/{token}")) is None:
+        name = _read(common, f"name/{token}") or ""
+        if name and name != last_name:
+            common.set(f"answer/{token}/{name}", "here")
+            last_name = name
+        waiting.pause("rank 0 did not come" if last_name is None else "rank 0 came, but not all others")
     return PrefixStore(go, store)
 
 
 def _read(store: Store, key: str) -> str | None:
-    found: bytes | None = store.get(key) if store.check([key]) else None
-    return None if found is None else found.decode()
+    value: bytes | None = store.get(key) if store.check([key]) else None
+    return None if value is None else value.decode()
 
 
 class _Waiting:

@@ -1,16 +1,19 @@
-"""Peers: how ranks are notified, outside of collectives, when something stops one of them.
+"""Notifies ranks of each other's failures and requests to stop, over connections of their own, where collectives would hang.
 
-Every rank has a connection to rank 0, and a thread that reads it; a step costs a comparison of two numbers, and nothing is sent. What is
-told:
+Every rank has a connection to rank 0, and a thread that reads it; a step costs a comparison of two numbers, and nothing is sent. The
+messages, by their keys:
 
-    stop      a rank received SIGTERM, or the signal that asks for a requeue. All report which batch they have begun and begin none
-              meanwhile; rank 0 takes the largest, so that all stop after the same one
-    failed    a rank has an exception. If all ranks have one, in the same place, they are in step and may save. Otherwise those that
-              have none are told which rank failed, and communicators are aborted: no rank waits for collectives that never end
-    gone      a connection ended in the middle of work: that process was killed
+    stop      a rank received SIGTERM, or the signal that asks for a requeue. Rank 0 answers with `report`: all report which batch they
+              have `begun` and begin none meanwhile. Rank 0 takes the largest, so that all `stop after` the same one
+    failed    a rank has an exception. If all ranks have one, in the same place, they are `together` and may save. Otherwise (`apart`) all
+              learn which rank failed, and those that have no exception abort their communicators: no rank waits for collectives that
+              never end
     at work   rank 0 has begun or ended an entry point of the Trainer: all connections end with its process, so others judge by this
               whether it was killed
-    leaving   the program of rank 0 ends without an error. Not every program tells that: `os._exit` runs no handlers
+    leaving   the program of rank 0 ends without an error. Not every program reports that: `os._exit` runs no handlers
+    hello     the first message of a rank, with the token of this run; rank 0 answers with `welcome`
+
+A connection that ends in the middle of work stands for a failure: that process was killed.
 
 Where rank 0 is gone without having been at work, others may be destroying their process groups, which must not be aborted at the same time
 (PyTorch frees memory twice). So they have time for that; those that are still there afterwards may be waiting for rank 0.
@@ -43,11 +46,11 @@ ENDING_S = 1.5  # for a process that is told of a failure to detect it by itself
 
 
 class _Line:
-    """Messages over a socket, one a line."""
+    """Messages over a socket: a JSON object in each line."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
-        self._part = b""
+        self._incomplete = b""  # the beginning of a line whose end has not arrived
         self._sending = threading.Lock()  # rank 0 sends from two threads
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -60,12 +63,12 @@ class _Line:
     def receive(self) -> list[dict[str, Any]] | None:
         """The messages received; `None` at the end."""
         try:
-            came = self.socket.recv(65536)
+            data = self.socket.recv(65536)
         except OSError:
-            came = b""
-        if not came:
+            data = b""
+        if not data:
             return None
-        *lines, self._part = (self._part + came).split(b"\n")
+        *lines, self._incomplete = (self._incomplete + data).split(b"\n")
         return [json.loads(line) for line in lines]
 
 
@@ -75,17 +78,17 @@ class _Hub:
     def __init__(self, listener: socket.socket, world_size: int, token: str) -> None:
         self._world_size, self._token = world_size, token
         self._lines: dict[int, _Line] = {}
-        self._begun: dict[int, int] | None = None  # each rank's answer with the batch it has begun
-        self._requeue = False  # asked for since the last answer
+        self._begun: dict[int, int] | None = None  # the batch that each rank has begun; `None`: ranks were not asked
+        self._requeue = False  # requested since all agreed on the last stop
         self._failed: dict[int, dict[str, Any]] = {}
         self._at_work: set[int] = set()
         self._left: set[int | None] = set()
-        self._decide_at: float | None = None
+        self._decide_at: float | None = None  # until then other ranks may report that they failed as well
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, None)
         threading.Thread(target=self._run, name="mfsdp-hub", daemon=True).start()
 
-    def tell_others(self, message: Mapping[str, Any]) -> None:
+    def announce_to_others(self, message: Mapping[str, Any]) -> None:
         """Send a message of rank 0 at once, from its own thread: its process may be about to end."""
         for rank, line in list(self._lines.items()):
             if rank != 0 and rank not in self._left:
@@ -98,16 +101,17 @@ class _Hub:
                 if key.data is None:
                     connection, _ = key.fileobj.accept()  # type: ignore[union-attr]
                     _close_in_children(connection)
+                    # The rank is set when its first message tells it.
                     self._selector.register(connection, selectors.EVENT_READ, [_Line(connection), None])
                 else:
-                    self._hear(key.data)
+                    self._handle(key.data)
             if self._decide_at is not None and time.monotonic() >= self._decide_at:
                 self._decide()
-        for one in [key.fileobj for key in self._selector.get_map().values()]:
-            one.close()  # type: ignore[union-attr]
+        for file in [key.fileobj for key in self._selector.get_map().values()]:
+            file.close()  # type: ignore[union-attr]
         self._selector.close()
 
-    def _hear(self, state: list[Any]) -> None:
+    def _handle(self, state: list[Any]) -> None:
         line, rank = state
         messages = line.receive()
         if messages is None:
@@ -119,7 +123,7 @@ class _Hub:
                     rank, {"rank": rank, "where": None, "what": "its process ended, perhaps killed"}
                 )
                 self._decide()
-            self._answer()
+            self._agree_on_stop()
             return
         for message in messages:
             if rank is None:
@@ -130,10 +134,10 @@ class _Hub:
                 line.send({"welcome": self._token})
             elif "stop" in message:
                 self._requeue = self._requeue or message["requeue"]
-                self._ask()
+                self._ask_progress()
             elif "begun" in message and self._begun is not None:
                 self._begun[rank] = message["begun"]
-                self._answer()
+                self._agree_on_stop()
             elif "failed" in message:
                 self._failed[rank] = message["failed"]
                 if len(self._failed) + len(self._left - self._failed.keys()) >= self._world_size:
@@ -143,29 +147,32 @@ class _Hub:
             elif "at work" in message:
                 (self._at_work.add if message["at work"] else self._at_work.discard)(rank)
 
-    def _tell_all(self, message: Mapping[str, Any]) -> None:
+    def _announce(self, message: Mapping[str, Any]) -> None:
         for rank, line in self._lines.items():
             if rank not in self._left:
                 line.send(message)
 
-    def _ask(self) -> None:
+    def _ask_progress(self) -> None:
+        """Have all ranks report which batch they have begun, unless a failure ends them anyway."""
         if self._begun is None and not self._failed:
             self._begun = {}
-            self._tell_all({"where": True})
+            self._announce({"report": True})
 
-    def _answer(self) -> None:
+    def _agree_on_stop(self) -> None:
+        """Once all ranks that are left have reported: all stop after the last batch that any of them has begun."""
         if self._begun is not None and len(self._begun.keys() | self._left) == self._world_size:
-            self._tell_all({"stop after": max(self._begun.values(), default=0), "requeue": self._requeue})
+            self._announce({"stop after": max(self._begun.values(), default=0), "requeue": self._requeue})
             self._begun, self._requeue = None, False
 
     def _decide(self) -> None:
+        """Announce whether all ranks have failed in the same place."""
         failures, self._decide_at = list(self._failed.values()), None
         places = [failure["where"] for failure in failures]
         if len(failures) == self._world_size and places[0] is not None and all(place == places[0] for place in places):
             self._failed.clear()
-            self._tell_all({"together": True})
+            self._announce({"together": True})
         else:
-            self._tell_all({"apart": failures})
+            self._announce({"apart": failures})
 
 
 class Peers:
@@ -181,9 +188,9 @@ class Peers:
     def __init__(self, rank: int, world_size: int, line: _Line, hub: _Hub | None = None) -> None:
         self.rank, self.world_size = rank, world_size
         self._hub = hub
-        self._has_entered = False  # an entry point of the Trainer, which tells when work begins and ends
-        # What rank 0 has told, and whether its connection has ended.
-        self._first_at_work = self._first_leaves = self._first_is_gone = False
+        self._has_entered = False  # an entry point of the Trainer, so that messages say when work begins and ends
+        # What rank 0 has reported of itself, and whether its connection has ended.
+        self._rank0_at_work = self._rank0_leaves = self._rank0_is_gone = False
         self.abort: Callable[[], bool] | None = None
         self._line = line
         self._outgoing: list[dict[str, Any]] = []
@@ -192,14 +199,15 @@ class Peers:
         for end in (self._wake_reader, self._wake, line.socket):
             _close_in_children(end)
         self._changed = threading.Condition()
-        self._begun = 0
+        self._begun = 0  # batches, since work began
         self.requeue = False
-        self._held = False
-        self._last: int | None = None
-        self._verdict: str | None = None
+        self._is_paused = False  # no batch begins until rank 0 has said after which one all stop
+        self._stop_after: int | None = None
+        self._verdict: str | None = None  # "together" or "apart"; `None` while no failure is decided
         self._failures: list[dict[str, Any]] = []
-        self._at_work = self._heard = False
-        self._error: BaseException | None = None
+        self._at_work = False
+        self._knows_failure = False  # the program has an exception, or waits to hear of others
+        self._error: BaseException | None = None  # the program's own
         self.is_closed = False
         self._timer: threading.Timer | None = None
         threading.Thread(target=self._run, name="mfsdp-peers", daemon=True).start()
@@ -210,17 +218,17 @@ class Peers:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         hosts: list[str] = [""] * world_size
         dist.all_gather_object(hosts, socket.gethostname())
-        here = set(hosts) == {hosts[0]}
+        same_host = set(hosts) == {hosts[0]}
         listener = None
-        meeting: list[Any] = [None]
+        contact: list[Any] = [None]
         if rank == 0:
-            listener = socket.create_server(("127.0.0.1" if here else "", 0), backlog=world_size)
+            listener = socket.create_server(("127.0.0.1" if same_host else "", 0), backlog=world_size)
             _close_in_children(listener)
-            meeting = [(_addresses(here), listener.getsockname()[1], uuid.uuid4().hex)]
-        dist.broadcast_object_list(meeting, src=0)
-        addresses, port, token = meeting[0]
+            contact = [(_addresses(same_host), listener.getsockname()[1], uuid.uuid4().hex)]
+        dist.broadcast_object_list(contact, src=0)
+        addresses, port, token = contact[0]
         hub = None if listener is None else _Hub(listener, world_size, token)
-        line = _joined(addresses, port, token, rank)
+        line = _connected_line(addresses, port, token, rank)
         problems: list[Any] = [None] * world_size
         dist.all_gather_object(problems, line is None)
         if any(problems) or line is None:
@@ -242,50 +250,50 @@ class Peers:
     def may_begin_batch(self) -> bool:
         """Count a batch that is about to begin; `False`: all ranks stop before it."""
         with self._changed:  # the thread's answer must not change meanwhile
-            if self._held:
-                self._changed.wait_for(lambda: not self._held)
-            if self._last is not None and self._begun >= self._last:
+            if self._is_paused:
+                self._changed.wait_for(lambda: not self._is_paused)
+            if self._stop_after is not None and self._begun >= self._stop_after:
                 return False
             self._begun += 1
         return True
 
     @property
     def begun(self) -> int:
-        """Batches begun."""
+        """Number of batches that this rank has begun since `work_begins`."""
         return self._begun
 
     def work_begins(self) -> None:
         """This rank begins an entry point that all ranks run: reset the count of batches, and forget earlier messages."""
         with self._changed:
-            self._begun, self._last, self._at_work, self._heard, self._error = 0, None, True, False, None
+            self._begun, self._stop_after, self._at_work, self._knows_failure, self._error = 0, None, True, False, None
             self._has_entered, self.requeue = True, False
             if self._verdict == "together":
                 self._verdict, self._failures = None, []
-            if self._first_is_gone:
-                self._miss_first()
-        self._tell_at_work(True)
+            if self._rank0_is_gone:
+                self._report_rank0_gone()
+        self._announce_work(True)
 
     def work_ends(self) -> None:
         """Failures of others no longer end this process, and its own end is no longer a failure."""
         with self._changed:
             self._at_work = False
-        self._tell_at_work(False)
+        self._announce_work(False)
 
-    def _tell_at_work(self, is_at_work: bool) -> None:
+    def _announce_work(self, is_at_work: bool) -> None:
         self._send({"at work": is_at_work})
         if self._hub is not None:
-            self._hub.tell_others({"at work": is_at_work})
+            self._hub.announce_to_others({"at work": is_at_work})
 
     def program_ends(self) -> None:
-        """Without an error: the end of this process is no failure."""
+        """The program ends without an error: the end of this process is no failure."""
         if self._hub is not None:
-            self._hub.tell_others({"leaving": True})
+            self._hub.announce_to_others({"leaving": True})
 
     def close(self) -> None:
-        """Another process group was made: what these ranks tell must not abort its communicators.
+        """Another process group was made: messages of these ranks must not abort its communicators.
 
         Ranks that do so later notice nothing: the hub stays until all have closed their ends. After a failure of some ranks all stays as it
-        is: it is still being told.
+        is, because it is still being announced.
         """
         if self._verdict == "together" or not (self._at_work or self._verdict == "apart"):
             self.is_closed = True
@@ -306,7 +314,7 @@ class Peers:
             Whether all have one, in the same place.
         """
         with self._changed:
-            self._heard, self._error = True, self._error or error
+            self._knows_failure, self._error = True, self._error or error
             if self._verdict is None:
                 place = None if where is None else list(where)
                 self._send({"failed": {"rank": self.rank, "where": place, "what": what, "missed": where is None}})
@@ -323,7 +331,7 @@ class Peers:
         """Which other rank failed, and with what, if that is known."""
         with self._changed:
             others = [failure for failure in self._failures if failure["rank"] != self.rank]
-            return _told(others) if others and self._verdict == "apart" else None
+            return _peer_error(others) if others and self._verdict == "apart" else None
 
     # -- the thread ----------------------------------------------------------------------------------------------------
 
@@ -346,9 +354,9 @@ class Peers:
                 messages = self._line.receive()
                 if messages is None:
                     selector.unregister(self._line.socket)
-                    self._first_ended()
+                    self._rank0_disconnected()
                 for message in messages or ():
-                    self._hear(message)
+                    self._handle(message)
         self._send_outgoing()
         if self._at_work:
             self._line.send({"at work": False})
@@ -362,72 +370,72 @@ class Peers:
         while self._outgoing:
             self._line.send(self._outgoing.pop(0))
 
-    def _first_ended(self) -> None:
-        """The connection to rank 0 has."""
+    def _rank0_disconnected(self) -> None:
+        """The connection to rank 0 has ended: its process is gone."""
         with self._changed:
-            self._first_is_gone = True
-            if self._first_at_work:
-                self._miss_first()
+            self._rank0_is_gone = True
+            if self._rank0_at_work:
+                self._report_rank0_gone()
             elif self._may_wait:
-                self._timer = threading.Timer(LEAVING_S, self._miss_first_if_it_may_wait)
+                self._timer = threading.Timer(LEAVING_S, self._report_rank0_if_waited_for)
                 self._timer.daemon = True
                 self._timer.start()
 
     @property
     def _may_wait(self) -> bool:
         """Whether this rank may be waiting for rank 0, which is gone. In your own loop no message says when all is done."""
-        return not self.is_closed and (self._at_work or not self._has_entered or not self._first_leaves)
+        return not self.is_closed and (self._at_work or not self._has_entered or not self._rank0_leaves)
 
-    def _miss_first_if_it_may_wait(self) -> None:
+    def _report_rank0_if_waited_for(self) -> None:
         with self._changed:
             if self._may_wait:
-                self._miss_first()
+                self._report_rank0_gone()
 
-    def _miss_first(self) -> None:
-        """Rank 0 is gone, and this rank may wait for it."""
-        what = "its program has ended" if self._first_leaves else "its process ended, perhaps killed"
-        self._hear({"apart": [{"rank": 0, "what": what}]})
+    def _report_rank0_gone(self) -> None:
+        """Treat the end of rank 0, for which this rank may be waiting, as its failure."""
+        what = "its program has ended" if self._rank0_leaves else "its process ended, perhaps killed"
+        self._handle({"apart": [{"rank": 0, "what": what}]})
 
-    def _hear(self, message: Mapping[str, Any]) -> None:
+    def _handle(self, message: Mapping[str, Any]) -> None:
         with self._changed:
             if "leaving" in message:
-                self._first_at_work, self._first_leaves = False, True
+                self._rank0_at_work, self._rank0_leaves = False, True
             elif "at work" in message:
-                self._first_at_work = message["at work"]
-            elif "where" in message:
-                self._held = True
+                self._rank0_at_work = message["at work"]
+            elif "report" in message:
+                self._is_paused = True
                 self._line.send({"begun": self._begun})
             elif "stop after" in message:
-                self._held, self._last = False, message["stop after"]
+                self._is_paused, self._stop_after = False, message["stop after"]
                 self.requeue = self.requeue or message["requeue"]
             elif "together" in message:
                 self._verdict = "together"
             elif "apart" in message and self._verdict != "apart" and not self.is_closed:
-                self._verdict, self._failures, self._held = "apart", message["apart"], False
-                threading.Thread(target=self._fall_apart, name="mfsdp-abort", daemon=True).start()
+                self._verdict, self._failures, self._is_paused = "apart", message["apart"], False
+                threading.Thread(target=self._stop_waiting, name="mfsdp-abort", daemon=True).start()
             self._changed.notify_all()
 
-    def _fall_apart(self) -> None:
+    def _stop_waiting(self) -> None:
         """End what waits for the others; and the process, if that does not help."""
         until = time.monotonic() + ENDING_S
         released = True
         if self.abort is not None:
             if self._at_work:  # this may be its last message
                 _log.warning(
-                    f"rank {self.rank} aborts its communicators, because {_told(self._failures)}. Look at that error first"
+                    f"rank {self.rank} aborts its communicators, because {_peer_error(self._failures)}. Look at that error first"
                 )
             released = self.abort()
 
         def goes_on() -> bool:
-            # If NCCL does not abort, a program that is told of the failure hangs as well: in a callback, or when it frees memory.
-            return not self._at_work or (self._heard and (released or not dist.is_initialized()))
+            # If NCCL does not abort, a program that has learned of the failure hangs as well: in a callback, or when it frees memory.
+            return not self._at_work or (self._knows_failure and (released or not dist.is_initialized()))
 
         with self._changed:
             self._changed.wait_for(goes_on, timeout=max(until - time.monotonic(), 0))
             if goes_on():
                 return
         _log.warning(
-            f"rank {self.rank} is ended, which would have waited forever: {_told(self._failures)}. Look at that error first"
+            f"rank {self.rank} is ended, which would have waited forever: {_peer_error(self._failures)}. Look at that error first"
         )
         try:
             if self._error is not None:
@@ -436,35 +444,37 @@ class Peers:
             os._exit(1)
 
 
-def _told(failures: Sequence[Mapping[str, Any]]) -> str:
-    """The failure from which others follow: the first one that was not caused by missing other ranks."""
+def _peer_error(failures: Sequence[Mapping[str, Any]]) -> str:
+    """Describes the failure from which others follow: the first one that was not caused by missing other ranks."""
     first = next((failure for failure in failures if not failure.get("missed")), failures[0])
     return f"rank {first['rank']} failed: {first['what']}"
 
 
-def _addresses(here: bool) -> list[str]:
+def _addresses(same_host: bool) -> list[str]:
     """Addresses at which others may reach this host, likely ones first."""
-    if here:
+    if same_host:
         return ["127.0.0.1"]
-    found = []
+    addresses = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(
                 (os.environ.get("MASTER_ADDR", "192.0.2.1"), 9)
             )  # sends nothing, and shows which interface would be used
-            found.append(probe.getsockname()[0])
+            addresses.append(probe.getsockname()[0])
         except OSError:
             _log.debug("no way to MASTER_ADDR", exc_info=True)
-    found.append(os.environ.get("MASTER_ADDR", ""))
+    addresses.append(os.environ.get("MASTER_ADDR", ""))
     try:
-        found.append(socket.gethostbyname(socket.gethostname()))
+        addresses.append(socket.gethostbyname(socket.gethostname()))
     except OSError:
         _log.debug("this host does not know its name", exc_info=True)
-    return [address for address in dict.fromkeys(found) if address and not address.startswith("127.")] or ["127.0.0.1"]
+    return [address for address in dict.fromkeys(addresses) if address and not address.startswith("127.")] or [
+        "127.0.0.1"
+    ]
 
 
-def _joined(addresses: Sequence[str], port: int, token: str, rank: int) -> _Line | None:
-    """A connection to rank 0, which has answered."""
+def _connected_line(addresses: Sequence[str], port: int, token: str, rank: int) -> _Line | None:
+    """A connection to the hub of rank 0, which has answered; `None` where no address leads to it."""
     for address in addresses:
         try:
             connection = socket.create_connection((address, port), timeout=20)

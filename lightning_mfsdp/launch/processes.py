@@ -1,4 +1,4 @@
-"""ProcessStrategy: one process for each device: their ranks, how they start and connect, and how they exchange small objects."""
+"""ProcessStrategy: what any strategy with a process for each device needs: ranks, starting, connecting, failures, small collectives."""
 
 from __future__ import annotations
 
@@ -75,13 +75,13 @@ class ProcessStrategy(ParallelStrategy):
 
     @property
     def root_device(self) -> torch.device:
-        """This rank's device."""
+        """The device that this rank computes on."""
         assert self.parallel_devices is not None
         return self.parallel_devices[self.local_rank]
 
     @property
     def num_processes(self) -> int:
-        """Ranks on this node."""
+        """Number of ranks on this node, each with one device."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
@@ -144,7 +144,7 @@ class ProcessStrategy(ParallelStrategy):
         self._expect_signals(trains=False).evaluates(True)
 
     def on_validation_end(self) -> None:
-        """Training may stop now."""
+        """The validation is complete, so training may stop again."""
         if self._stopping is not None:
             self._stopping.evaluates(False)
 
@@ -210,7 +210,7 @@ class ProcessStrategy(ParallelStrategy):
     # -- small objects -------------------------------------------------------------------------------------------------
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks."""
+        """Wait until all ranks have called this. The first one of a run, which Lightning names, takes over signals as well."""
         if name == RUN_BEGINS:
             self._expect_signals(trains=False)
         if self._is_alone:
@@ -219,7 +219,7 @@ class ProcessStrategy(ParallelStrategy):
             communication.barrier(self.root_device)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """The object rank `src` has."""
+        """The object that rank `src` passes, on all ranks; it is pickled. Collective."""
         if self._is_alone:
             return obj
         with self._with_others():

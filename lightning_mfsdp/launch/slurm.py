@@ -1,4 +1,4 @@
-"""SLURM's requeue, as Lightning's SLURMEnvironment describes it: which signal asks for it, and how a job is put back into the queue."""
+"""SLURM's requeue: which signal asks for it, as Lightning's SLURMEnvironment says, and how a job is put back into the queue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a signal on any rank stops a fit on all ranks after the same batch, and the one method of Lightning's replaced for it.
+"""Lets a signal on any rank stop a fit on all ranks after the same batch; replaces one method of Lightning's epoch loop for that.
 
 The signals are SIGTERM and, in a SLURM job, the one that asks for a requeue (SIGUSR1, unless SLURMEnvironment was given another).
 
@@ -36,7 +36,7 @@ class Stopping:
     Args:
         trainer: The Trainer of the entry point.
         peers: The other ranks; `None` for one alone.
-        lost: Raises an error with what is known of failed ranks.
+        raise_failure: Raises an error with what is known of failed ranks.
         requeue_signal: The signal that asks for a requeue, if one does.
 
     Attributes:
@@ -45,11 +45,15 @@ class Stopping:
     """
 
     def __init__(
-        self, trainer: Trainer, peers: Peers | None, lost: Callable[[], None], requeue_signal: int | None = None
+        self,
+        trainer: Trainer,
+        peers: Peers | None,
+        raise_failure: Callable[[], None],
+        requeue_signal: int | None = None,
     ) -> None:
         self.agreed = False
         self.requeue_signal = requeue_signal
-        self._trainer, self._peers, self._lost = trainer, peers, lost
+        self._trainer, self._peers, self._raise_failure = trainer, peers, raise_failure
         self._asked = self._asked_to_end = self._asked_to_requeue = False
         self._trains = self._evaluates = self._has_ended = False
         self._handled: list[int] = []
@@ -62,7 +66,7 @@ class Stopping:
         return self._asked_to_requeue or (self._peers is not None and self._peers.requeue)
 
     def requeue_was_tried(self) -> None:
-        """A later signal may ask for it again."""
+        """The job was put back into the queue, or could not be; a later signal may ask for it again."""
         self._asked_to_requeue = False
         if self._peers is not None:
             self._peers.requeue = False
@@ -113,13 +117,13 @@ class Stopping:
 
     def _signals(self) -> set[int]:
         """SIGTERM, and the one that asks for a requeue if Lightning has taken it: it leaves a signal to a handler of the program."""
-        found: set[int] = {signal.SIGTERM}
+        signals: set[int] = {signal.SIGTERM}
         if self.requeue_signal is not None and self._before(self.requeue_signal) in (None, signal.SIG_DFL):
-            found.add(self.requeue_signal)
-        return found
+            signals.add(self.requeue_signal)
+        return signals
 
     def _before(self, number: int) -> Any:
-        """The handler that Lightning found."""
+        """The handler that was installed before Lightning's own, `None` if Lightning does not know of one."""
         handlers: dict[int, Any] = self._trainer._signal_connector._original_handlers
         return handlers.get(number)
 
@@ -152,9 +156,13 @@ class Stopping:
             self._trainer._signal_connector.received_sigterm = stops
 
     def _before_batch(self) -> None:
-        """In place of Lightning's broadcast."""
+        """What the epoch loop calls before every batch, in place of Lightning's broadcast.
+
+        Raises:
+            SIGTERMException: All ranks stop here, which ends the fit as Lightning's own does.
+        """
         assert self._peers is not None
-        self._lost()
+        self._raise_failure()
         if not self._peers.may_begin_batch():
             self.agreed = True
             raise SIGTERMException

@@ -149,7 +149,7 @@ class Signals(Callback):
         peers = trainer.strategy._peers
         if self.moment.agree and peers is not None:
             with peers._changed:
-                peers._changed.wait_for(lambda: peers._last is not None)
+                peers._changed.wait_for(lambda: peers._stop_after is not None)
 
     def _send(self) -> None:
         processes = [os.getpid()]

@@ -34,8 +34,8 @@ def test_words_of_the_dead_are_not_taken_for_those_of_the_living(last: str) -> N
     """A start broke off after rank 1 had been told a name, or had answered."""
     store = HashStore()
     common = PrefixStore("lightning_mfsdp/meeting", store)
-    common.set("word/0", "old0")
-    common.set("word/1", "old1")
+    common.set("token/0", "old0")
+    common.set("token/1", "old1")
     common.set("name/old1", "old name")
     if last == "answer":
         common.set("answer/old1/old name", "here")

@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 
 from lightning_mfsdp.launch import peers as of_peers
-from lightning_mfsdp.launch.peers import Peers, _Hub, _joined, _Line
+from lightning_mfsdp.launch.peers import Peers, _connected_line, _Hub, _Line
 
 
 class Ranks:
@@ -21,7 +21,7 @@ class Ranks:
         self.hub = _Hub(listener, 2, "token")
         lines: list[_Line] = []
         for rank in range(2):
-            line = _joined(["127.0.0.1"], listener.getsockname()[1], "token", rank)
+            line = _connected_line(["127.0.0.1"], listener.getsockname()[1], "token", rank)
             assert line is not None
             lines.append(line)
         self.first = Peers(0, 2, lines[0], self.hub)
@@ -37,7 +37,7 @@ class Ranks:
         """Its end of the connection; the other one has noticed."""
         self.hub._lines[1].socket.shutdown(socket.SHUT_RDWR)
         with self.second._changed:
-            while not self.second._first_is_gone:
+            while not self.second._rank0_is_gone:
                 self.second._changed.wait(0.01)
 
 
@@ -194,7 +194,7 @@ def test_others_that_have_not_closed_theirs_yet_notice_nothing(
     assert not ranks.aborted.is_set()
     ranks.first.program_ends()  # and what rank 0 tells still comes
     with ranks.second._changed:
-        while closed == 0 and not ranks.second._first_leaves:
+        while closed == 0 and not ranks.second._rank0_leaves:
             assert ranks.second._changed.wait(10)
 
 
