@@ -1,4 +1,4 @@
-"""What users pass to MFSDPStrategy: checked where it is passed, and converted into a mesh and parameters once those exist."""
+"""Checks what users pass to the strategies, where it is passed, and finds the parameters that they name once there is a model."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def check_tensor_plan(plan: object) -> None:
     """Raise a TypeError unless it is a mapping of names to names, or `None`."""
     if plan is None:
         return
-    if not isinstance(plan, Mapping) or not all(isinstance(one, str) for item in plan.items() for one in item):
+    if not isinstance(plan, Mapping) or not all(isinstance(text, str) for item in plan.items() for text in item):
         raise TypeError(
             f'tensor_plan={plan!r}: expected a mapping from names of modules or parameters to names of styles, such as {{"layers.*.up": '
             '"colwise", "layers.*.down": "rowwise"}'
@@ -175,7 +175,7 @@ def check_adapters(module: nn.Module) -> None:
 
 
 def outer_ranks(outer: object, outer_size: object) -> object:
-    """The number given by either of two names.
+    """The number of outer ranks, which either of two names may say.
 
     Raises:
         ValueError: They contradict each other.

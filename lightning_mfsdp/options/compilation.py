@@ -1,4 +1,4 @@
-"""torch.compile for units: the forward is compiled, what the engine does around it is not."""
+"""Compiles the forward of units with torch.compile, but not what the engine does around it."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ __all__ = ["DeclaredOptions", "DeclaredTrainerOptions"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DeclaredOptions:
-    """Those of both strategies. The text is that of `MFSDPStrategy`; Fabric's refers to it, or has its own."""
+    """The options of both strategies. The text is that of `MFSDPStrategy`; Fabric's refers to it, or has its own."""
 
     sharding: str | int = "optim_grads_params"
     """What is sharded on the shard axis: "no_shard", "optim", "optim_grads", "optim_grads_params", or 0 to 3.
@@ -383,7 +383,7 @@ class DeclaredOptions:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DeclaredTrainerOptions(DeclaredOptions):
-    """Those that the Trainer's strategy has beside them."""
+    """The options that the Trainer's strategy has beside those of both."""
 
     cuda_graph: bool = False
     """Record training_step and its backward as CUDA graphs after a few steps and replay them: hardly any host time. For fixed shapes. Every

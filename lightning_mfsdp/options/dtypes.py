@@ -1,6 +1,6 @@
-"""The meaning of a precision string: a policy, autocast, dtypes of inputs, loss scaling. The Trainer's plugin and Fabric's derive from it.
+"""ShardedPrecision: what a precision string means: a policy, autocast, dtypes of inputs, loss scaling.
 
-It handles dtypes only. It is independent of units, meshes, checkpoints and its callers.
+The Trainer's plugin and Fabric's derive from it. It handles dtypes only, and is independent of units, meshes, checkpoints and its callers.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class ShardedPrecision(FabricPrecision):
 
     @property
     def needs_scaler(self) -> bool:
-        """Whether float16 gradients could underflow."""
+        """Whether float16 gradients could underflow, so that losses have to be scaled."""
         return self.precision.startswith("16") or self.policy.compute_dtype == torch.float16
 
     @property
@@ -183,11 +183,11 @@ class ShardedPrecision(FabricPrecision):
         return module
 
     def prepare_module(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        """Called once processes exist, before each use of a module, sharded or not: for FP8 it completes the module's setup."""
+        """Complete a module's setup for FP8. The strategy calls it once processes exist, before each use of a module, sharded or not."""
         if self.fp8 is None:
             refuse_prepared(module, self.precision)
             return
-        # A mesh of two axes covers all ranks, too.
+        # A mesh of two axes covers all ranks, too, and a DeviceMesh has a group for each axis only.
         done = self.fp8.prepare(module, mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD)
         if done:
             rank_zero_info(done)
@@ -220,7 +220,7 @@ class ShardedPrecision(FabricPrecision):
             torch.set_default_dtype(previous)
 
     def module_init_context(self) -> AbstractContextManager[Any]:
-        """As `tensor_init_context`."""
+        """As `tensor_init_context`; the name by which Fabric calls it."""
         return self.tensor_init_context()
 
     @contextmanager
@@ -240,7 +240,7 @@ class ShardedPrecision(FabricPrecision):
         return self.fp8.backward() if self.fp8 is not None else nullcontext()
 
     def take_sharded_module(self, module: nn.Module) -> None:
-        """Called once, when a module has been sharded.
+        """Have a module that has just been sharded compute in this precision wherever it is called.
 
         Its calls outside of steps, from a hook or after training, run under autocast as well, because weights have the compute dtype, and
         in FP8 as in a step, also under an autocast of the user's own.
@@ -291,7 +291,7 @@ class ShardedPrecision(FabricPrecision):
         return self.scaler.state_dict() if self.scaler is not None else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the scaler's state."""
+        """Restore the scaler's state; without a scaler nothing happens."""
         if self.scaler is not None:
             self.scaler.load_state_dict(state_dict)
 
@@ -326,13 +326,13 @@ def translate(plugin: FabricPrecision, policy: MixedPrecisionPolicy | None, into
             raise ValueError(
                 f"two policies: the strategy was given policy={policy}, {type(plugin).__name__} policy={plugin.policy}. Give one of them"
             )
-        own = plugin.policy if plugin.policy_is_explicit else None
+        explicit_policy = plugin.policy if plugin.policy_is_explicit else None
         if isinstance(plugin, into) and (policy is None or plugin.policy_is_explicit):
             return plugin
         if policy is not None and not plugin.policy_is_explicit and plugin.precision == "32-true":
             refuse_contradiction(plugin.precision, policy, into.__name__)
         fp8 = {} if plugin.fp8 is None else vars(plugin.fp8.options)
-        return into(plugin.precision, policy=policy or own, scaler=plugin.scaler, **fp8)
+        return into(plugin.precision, policy=policy or explicit_policy, scaler=plugin.scaler, **fp8)
     if isinstance(plugin, FabricTransformerEnginePrecision):
         return into("transformer-engine", policy=policy, **_fp8_options(plugin))
     if isinstance(plugin, _NAMED):

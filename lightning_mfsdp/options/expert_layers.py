@@ -1,4 +1,4 @@
-"""Layers of experts that are divided over an expert axis. Imported where there is one, as it loads the rooms of experts."""
+"""Divides layers of experts over an expert axis. Imported only where there is one, as it loads the packages of experts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DispatcherName = Literal["all_gather", "all_to_all"]
 
 
 def layers_of_experts(module: nn.Module, mesh: DeviceMesh, dispatcher: DispatcherName) -> list[nn.Module]:
-    """Those whose experts are divided over the axis "expert" of a mesh; `GroupedExperts` are divided at once.
+    """The layers whose experts are divided over the axis "expert" of a mesh; `GroupedExperts` are divided at once.
 
     Raises:
         ValueError: There are none, or a model has experts that cannot be computed by grouped products.
@@ -34,20 +34,20 @@ def layers_of_experts(module: nn.Module, mesh: DeviceMesh, dispatcher: Dispatche
     for model in models:
         if not model.is_switched:
             model.switch(OrdinarySaver())
-    own = [part for part in module.modules() if isinstance(part, GroupedExperts)]
-    for layer in own:
+    grouped_layers = [part for part in module.modules() if isinstance(part, GroupedExperts)]
+    for layer in grouped_layers:
         expert_parallel(layer, mesh, dispatcher=dispatcher)
-    found = [*own, *(layer for model in models for layer in model.layers.values())]
-    if not found:
+    layers = [*grouped_layers, *(layer for model in models for layer in model.layers.values())]
+    if not layers:
         raise ValueError(
             f"expert={size}, but {type(module).__name__} has no experts to divide: expected GroupedExperts, or a model of transformers "
             "with experts; use expert=1"
         )
-    return found
+    return layers
 
 
 def keep_own_parts(experts: Mapping[nn.Module, DeviceMesh], dispatcher: DispatcherName, module: nn.Module) -> None:
-    """Of a module that has values and is about to be sharded: what this rank computes with."""
+    """Keep of a module, which has values and is about to be sharded, only what this rank computes with."""
     divide(module)
     if module in experts and is_grouped_layer(module):
         expert_parallel(module, experts[module], dispatcher=dispatcher)

@@ -1,4 +1,4 @@
-"""Options of other strategies, mapped to ours: what users coming from FSDP, FSDP2, DeepSpeed or DDP try first.
+"""Answers options of FSDP, FSDP2, DeepSpeed and DDP, which users try first, with what to use here instead.
 
 `answers_foreign_options` wraps a constructor that has no `**kwargs`. Its signature, for readers, type checkers and jsonargparse,
 stays what it was.
@@ -143,15 +143,15 @@ FOREIGN_OPTIONS: Mapping[str, str] = {name: answer for names, answer in _SAME_AN
 """What to use instead of each option that other strategies have and ours may lack."""
 
 
-def unknown_option(owner: str, name: str, known: tuple[str, ...]) -> str:
+def unknown_option(owner: str, name: str, options: tuple[str, ...]) -> str:
     """A sentence on an option that `owner` does not have: what to use instead, the nearest one, or all there are."""
     if name in FOREIGN_OPTIONS:
         return f"{owner} has no option {name!r}: {FOREIGN_OPTIONS[name]}"
-    foreign = [one for one in FOREIGN_OPTIONS if one not in known]
-    nearest = get_close_matches(name.lower(), [*known, *foreign], n=1)
+    foreign = [option for option in FOREIGN_OPTIONS if option not in options]
+    nearest = get_close_matches(name.lower(), [*options, *foreign], n=1)
     if not nearest:
-        return f"{owner} has no option {name!r}; it takes {', '.join(known)}"
-    if nearest[0] in known:
+        return f"{owner} has no option {name!r}; it takes {', '.join(options)}"
+    if nearest[0] in options:
         return f"{owner} has no option {name!r}; did you mean {nearest[0]!r}?"
     return f"{owner} has no option {name!r}; if {nearest[0]!r} is meant: {FOREIGN_OPTIONS[nearest[0]]}"
 
@@ -162,14 +162,14 @@ def answers_foreign_options(constructor: Callable[Concatenate[S, P], None]) -> C
     Raises:
         TypeError: From the constructor, with one message for all names that it does not take.
     """
-    known = tuple(inspect.signature(constructor).parameters)[1:]
+    options = tuple(inspect.signature(constructor).parameters)[1:]
     owner = constructor.__qualname__.partition(".")[0]
 
     @wraps(constructor)
     def checked(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        unknown = [name for name in kwargs if name not in known]
+        unknown = [name for name in kwargs if name not in options]
         if unknown:
-            raise TypeError("\n".join(unknown_option(owner, name, known) for name in unknown))
+            raise TypeError("\n".join(unknown_option(owner, name, options) for name in unknown))
         constructor(self, *args, **kwargs)
 
     return checked

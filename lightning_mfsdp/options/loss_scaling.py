@@ -1,4 +1,4 @@
-"""Loss scaling over ranks: all of them skip a step, or none."""
+"""DistributedGradScaler: scales losses so that all ranks skip a step with an overflow, or none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mesh of a run, from the sizes that a user gives: which ranks train on different data, and which divide sequences or weights."""
+"""Makes the mesh of a run from the sizes that a user gives: which ranks train on different data, and which divide sequences or weights."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class MeshSizes:
     mesh: DeviceMesh | None = None
 
     def __post_init__(self) -> None:
-        for argument, size in self._given().items():
+        for argument, size in self._sizes_by_argument().items():
             named = (
                 size == "auto" and argument in ("data", "data_parallel_size", "tensor_parallel_size")
             ) or size is None
@@ -92,7 +92,7 @@ class MeshSizes:
                 f"tensor={self.tensor} and tensor_parallel_size={self.tensor_parallel!r} are two names of one axis; give one of the two"
             )
 
-    def _given(self) -> dict[str, object]:
+    def _sizes_by_argument(self) -> dict[str, object]:
         return {
             "data": self.data,
             "outer": self.outer,
@@ -104,7 +104,7 @@ class MeshSizes:
         }
 
     def _check_mesh(self, mesh: DeviceMesh) -> None:
-        for argument, size in self._given().items():
+        for argument, size in self._sizes_by_argument().items():
             if size not in (None, 1, "auto"):
                 raise ValueError(f"{argument}={size} and mesh={mesh}: a mesh already has its axes; give one of the two")
         names = _roles(mesh)
@@ -167,12 +167,12 @@ class MeshSizes:
                 f"mesh={mesh} has {mesh.size()} ranks, but there are {world_size}; give a mesh of all ranks"
             )
         names = _roles(mesh)
-        known = {name: mesh.size(names.index(name)) if name in names else 1 for name in (OUTER, CONTEXT, TENSOR)}
+        sizes = {name: mesh.size(names.index(name)) if name in names else 1 for name in (OUTER, CONTEXT, TENSOR)}
         return {
-            OUTER: known[OUTER],
-            DATA: world_size // prod(known.values()),
-            CONTEXT: known[CONTEXT],
-            TENSOR: known[TENSOR],
+            OUTER: sizes[OUTER],
+            DATA: world_size // prod(sizes.values()),
+            CONTEXT: sizes[CONTEXT],
+            TENSOR: sizes[TENSOR],
         }
 
     def data_place(
@@ -197,7 +197,7 @@ class MeshSizes:
         names, ranks = _roles(self.mesh), self.mesh.mesh
         for name in (CONTEXT, TENSOR):
             ranks = ranks.movedim(names.index(name), -1) if name in names else ranks.unsqueeze(-1)
-            names = (*(one for one in names if one != name), name)
+            names = (*(other_name for other_name in names if other_name != name), name)
         return ranks.reshape(-1, sizes[CONTEXT], sizes[TENSOR])
 
     @property
@@ -221,17 +221,17 @@ class MeshSizes:
             CONTEXT: sizes[CONTEXT] > 1,
             TENSOR: sizes[TENSOR] > 1,
         }
-        sharded = self.mesh or _made(device_type, {name: sizes[name] for name in sizes if optional[name]})
-        shown = sharded
+        sharded = self.mesh or _kept_mesh(device_type, {name: sizes[name] for name in sizes if optional[name]})
+        visible_mesh = sharded
         if self.data_parallel is not None or self.tensor_parallel is not None:
             by_lightning = (world_size // sizes[TENSOR], sizes[TENSOR])
-            shown = _made(device_type, dict(zip(_LIGHTNING_AXES, by_lightning, strict=True)))
+            visible_mesh = _kept_mesh(device_type, dict(zip(_LIGHTNING_AXES, by_lightning, strict=True)))
         ranks = self._ranks(sizes)
         roles = _roles(sharded)
         context = sharded.get_group(roles.index(CONTEXT)) if optional[CONTEXT] else None
         tensor = sharded.get_group(roles.index(TENSOR)) if optional[TENSOR] else None
         return RunMesh(
-            device_mesh=shown,
+            device_mesh=visible_mesh,
             sharded=sharded,
             experts=self._experts(device_type, sizes, with_outer_axis=optional[OUTER]),
             context=context,
@@ -243,9 +243,9 @@ class MeshSizes:
     def _experts(self, device_type: str, sizes: dict[str, int], *, with_outer_axis: bool) -> DeviceMesh | None:
         if self.expert == 1:
             return None
-        found = {OUTER: sizes[OUTER]} if with_outer_axis else {}
-        found |= {SHARD: sizes[DATA] * sizes[CONTEXT] // self.expert, EXPERT: self.expert}
-        return _made(device_type, found | ({TENSOR: sizes[TENSOR]} if sizes[TENSOR] > 1 else {}))
+        sizes_of_axes = {OUTER: sizes[OUTER]} if with_outer_axis else {}
+        sizes_of_axes |= {SHARD: sizes[DATA] * sizes[CONTEXT] // self.expert, EXPERT: self.expert}
+        return _kept_mesh(device_type, sizes_of_axes | ({TENSOR: sizes[TENSOR]} if sizes[TENSOR] > 1 else {}))
 
 
 def _roles(mesh: DeviceMesh) -> tuple[str, ...]:
@@ -253,12 +253,12 @@ def _roles(mesh: DeviceMesh) -> tuple[str, ...]:
     return tuple(map(role_of, mesh.mesh_dim_names or ()))
 
 
-def _made(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
+def _kept_mesh(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
     names, shape = tuple(sizes), tuple(sizes.values())
     return kept(("mesh", device_type, names, shape), lambda: init_device_mesh(device_type, shape, mesh_dim_names=names))
 
 
 def _group_of(rows: Tensor) -> dist.ProcessGroup:
     """The process group of the row of ranks that this rank is in. Collective over them."""
-    own = sorted(next(row for row in rows.tolist() if dist.get_rank() in row))
-    return kept(("ranks", *own), lambda: compat.new_group(own))
+    ranks_of_row = sorted(next(row for row in rows.tolist() if dist.get_rank() in row))
+    return kept(("ranks", *ranks_of_row), lambda: compat.new_group(ranks_of_row))

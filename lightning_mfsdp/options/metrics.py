@@ -1,4 +1,4 @@
-"""Metrics of a run whose ranks do not all have different data."""
+"""Has metrics of torchmetrics count the data of a tensor group once, in a run whose ranks do not all have different data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SynchronizedMetrics:
         self._metrics: list[Metric] = []
 
     def take(self, owners: Iterable[object]) -> None:
-        """Those that modules and callbacks have now, in attributes or in containers there. Called again, it finds what was made since."""
+        """Take the metrics that modules and callbacks have now, in attributes or in containers there. To be called again for later ones."""
         for owner in owners:
             for metric in _metrics_of(owner):
                 if metric.process_group is None:

@@ -21,7 +21,7 @@ _COMPUTE_DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     "64-true": (torch.float64,),
     "transformer-engine": (torch.bfloat16, torch.float32),
 }
-# And what the optimizer may update: float32 weights lose nothing, except of float64.
+# Dtypes of main weights, which the optimizer updates, that a policy may have: float32 loses nothing, except of float64.
 _MAIN_DTYPES = {
     name: dtypes if name == "64-true" else tuple(dict.fromkeys((*dtypes, torch.float32)))
     for name, dtypes in _COMPUTE_DTYPES.items()
@@ -39,11 +39,13 @@ def refuse_contradiction(precision: str, policy: MixedPrecisionPolicy, plugin: s
     Raises:
         ValueError: They contradict each other on what is computed, or on what the optimizer updates.
     """
-    for field, known in (("compute_dtype", _COMPUTE_DTYPES), ("main_params_dtype", _MAIN_DTYPES)):
-        given, allowed = getattr(policy, field), known[precision]
-        if given is None or given in allowed:
+    for field, dtypes_of in (("compute_dtype", _COMPUTE_DTYPES), ("main_params_dtype", _MAIN_DTYPES)):
+        dtype, allowed = getattr(policy, field), dtypes_of[precision]
+        if dtype is None or dtype in allowed:
             continue
-        fitting = [f'"{name}"' for name, dtypes in known.items() if dtypes[0] is given and name != "transformer-engine"]
+        fitting = [
+            f'"{name}"' for name, dtypes in dtypes_of.items() if dtypes[0] is dtype and name != "transformer-engine"
+        ]
         ways = f"use precision={' or '.join(fitting)}, if the policy is meant"
         default = ""
         if precision == "32-true":
@@ -52,7 +54,7 @@ def refuse_contradiction(precision: str, policy: MixedPrecisionPolicy, plugin: s
                 f', or plugins=[{plugin}("32-true", policy=policy)], where the policy decides alone, without autocast'
             )
         raise ValueError(
-            f"precision={precision!r}{default} and policy.{field}={given} contradict each other: expected "
+            f"precision={precision!r}{default} and policy.{field}={dtype} contradict each other: expected "
             f"{' or '.join(map(str, allowed))}, or None, beside that precision. Set {field} so, or {ways}"
         )
 
@@ -66,9 +68,9 @@ def replaced_fields(precision: str, policy: MixedPrecisionPolicy, alone: MixedPr
         alone: The policy that the string stands for.
     """
     changed = [
-        f"{field.name}={_in_short(given)} instead of {_in_short(usual)}"
+        f"{field.name}={_in_short(value)} instead of {_in_short(usual)}"
         for field in dataclasses.fields(policy)
-        if (given := getattr(policy, field.name)) != (usual := getattr(alone, field.name))
+        if (value := getattr(policy, field.name)) != (usual := getattr(alone, field.name))
         and field.name != "weight_codecs"
     ]
     if not changed:

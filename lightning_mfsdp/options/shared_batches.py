@@ -1,4 +1,4 @@
-"""Batches that several ranks compute together: the same on all of them, and divided where they have long sequences."""
+"""SharedBatches: compares batches that several ranks compute together, and divides them where a context axis divides sequences."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _EVERY = 100
 
 
 class SharedBatches:
-    """Those of a run with a context axis or a tensor axis.
+    """The batches of a run with a context axis or a tensor axis.
 
     Args:
         group: The ranks that compute every batch together.
@@ -46,7 +46,7 @@ class SharedBatches:
             self._divided.begin(module)
 
     def end(self) -> None:
-        """Models compute as before."""
+        """Have models compute whole sequences again, as before `begin`."""
         if self._divided is not None:
             self._divided.end()
         self._read.clear()
@@ -113,7 +113,7 @@ class SharedBatches:
             yield part
 
     def leave(self) -> None:
-        """The step's backward is over."""
+        """The backward of a step that `stays` is over, so its part of the batch is no longer needed."""
         if self._divided is not None:
             self._divided.leave()
 
@@ -128,7 +128,7 @@ class SharedBatches:
             )
 
         self._comparisons.compare(fingerprint(batch, self._device, contents=contents), self._group, error)
-        self._comparisons.look()  # on a CPU the answer is there
+        self._comparisons.look()  # on a CPU the result has arrived, and raises before the step computes
 
 
 def from_first(batch: Any, group: dist.ProcessGroup) -> Any:

@@ -136,12 +136,12 @@ class StrategyOptions(DeclaredOptions):
     def sampler_arguments(
         self, world_size: int, rank: int, node_size: int, *, parts_differ: bool = False
     ) -> dict[str, int]:
-        """Of a DistributedSampler: ranks of one context group and of one tensor group have the same batches; see `MeshSizes.data_place`."""
+        """Arguments of a DistributedSampler with which ranks of one context group or tensor group have the same batches."""
         replicas, place = self.mesh_sizes.data_place(world_size, rank, node_size, parts_differ=parts_differ)
         return {"num_replicas": replicas, "rank": place}
 
     def batches(self, mesh: RunMesh, device: torch.device) -> SharedBatches | None:
-        """Those of a run on a mesh with a context axis or a tensor axis."""
+        """What compares and divides batches that ranks compute together; `None` without a context axis and a tensor axis."""
         if mesh.same_batches is None:
             return None
         divided = None
@@ -175,7 +175,7 @@ class StrategyOptions(DeclaredOptions):
         if mesh.tensor is not None:
             self._share_random_states(mesh.tensor, device)
         if is_sharded(module):
-            bring_home(module)  # undo `.cpu()` or `.half()`
+            bring_home(module)  # undo a `.cpu()` or `.half()` since the last run
             refuse_unsharded(module)
             self._refuse_other_axes(module, mesh)
             self._recompute_in(module)
@@ -237,16 +237,16 @@ class StrategyOptions(DeclaredOptions):
         return experts
 
     def _keep_own_parts(self, experts: dict[nn.Module, DeviceMesh], unit: nn.Module) -> None:
-        """What is done with each unit just before it is sharded, once it has values."""
+        """Keep of a unit, just before it is sharded and once it has values, only what this rank computes with."""
         from lightning_mfsdp.options import expert_layers
 
         expert_layers.keep_own_parts(experts, self.expert_dispatcher, unit)
 
     def _refuse_options_of_whole_models(self, module: nn.Module) -> None:
-        """Of a module that has sharded ones inside.
+        """Check that no option decides about all modules of a model, of which some are sharded already.
 
         Raises:
-            ValueError: An option that decides about all of its modules.
+            ValueError: One does.
         """
         if self.units != "auto":
             raise ValueError(
@@ -254,24 +254,25 @@ class StrategyOptions(DeclaredOptions):
                 "or do not call fully_shard yourself"
             )
         if self.tensor_plan is not None or self.sequence_parallel:
-            given = "tensor_plan" if self.tensor_plan is not None else "sequence_parallel"
+            option = "tensor_plan" if self.tensor_plan is not None else "sequence_parallel"
             raise ValueError(
-                f"{given} was given, but {type(module).__name__} already contains modules given to fully_shard, and weights are "
+                f"{option} was given, but {type(module).__name__} already contains modules given to fully_shard, and weights are "
                 "divided before they are sharded. Call lightning_mfsdp.tensor_parallel.apply_plan first, and leave the option out"
             )
 
     def _refuse_other_axes(self, module: nn.Module, mesh: RunMesh) -> None:
-        """Of a module that is sharded, or has modules inside that are: it keeps the axes along which its parameters are divided.
+        """Check that this run has the axes along which parameters of a sharded model are divided, which do not change.
 
         Raises:
-            ValueError: This run has others.
+            ValueError: It has others.
         """
-        found, experts = divided_over(module)
+        tensor_ranks, experts = divided_over(module)
         wanted = 1 if mesh.tensor is None else dist.get_world_size(mesh.tensor)
-        if found != wanted:
+        if tensor_ranks != wanted:
             raise ValueError(
-                f"this run has {wanted} tensor ranks, and {type(module).__name__} is sharded already with {found}, which does not change. "
-                "Use one strategy for one model, or build the model again and load a checkpoint: it is read with any number of tensor ranks"
+                f"this run has {wanted} tensor ranks, and {type(module).__name__} is sharded already with {tensor_ranks}, which does not "
+                "change. Use one strategy for one model, or build the model again and load a checkpoint: it is read with any number of "
+                "tensor ranks"
             )
         if mesh.experts is not None and experts == 1:
             raise ValueError(
@@ -280,7 +281,7 @@ class StrategyOptions(DeclaredOptions):
             )
 
     def _share_random_states(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Those of PyTorch, Python and NumPy, of the first rank of a tensor axis: all of its ranks draw equal numbers from then on."""
+        """Have all ranks of a tensor axis draw equal numbers from PyTorch, Python and NumPy: the first rank's states are copied."""
         states = [collect_rng_states(include_cuda=False)]
         dist.broadcast_object_list(states, group=group, group_src=0, device=device)
         set_rng_states(states[0])

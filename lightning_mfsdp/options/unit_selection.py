@@ -1,4 +1,4 @@
-"""Which modules become units if the user does not specify them: the parts of a model that run one after the other.
+"""Chooses which modules become units, if the user does not: the parts of a model that run one after the other.
 
 It reads module trees only; sharding them is the engine's work.
 """
@@ -163,9 +163,9 @@ def _select_by_class(root: nn.Module, wanted: Sequence[str | type[nn.Module]]) -
     for entry in wanted:
         if not any(matches(module, entry) for module in candidates):
             counts = Counter(type(module).__name__ for module in candidates)
-            known = ", ".join(f"{name} ({count})" for name, count in counts.most_common())
+            classes = ", ".join(f"{name} ({count})" for name, count in counts.most_common())
             raise ValueError(
-                f"units={list(wanted)!r}: no module with parameters matches {entry!r}. The model has: {known or 'no such module'}"
+                f"units={list(wanted)!r}: no module with parameters matches {entry!r}. The model has: {classes or 'no such module'}"
             )
     return [module for module in candidates if any(matches(module, entry) for entry in wanted)]
 
@@ -199,10 +199,10 @@ def _with_shared(root: nn.Module, chosen: Sequence[nn.Module]) -> list[nn.Module
     owners: dict[int, set[int]] = {}  # of each module, the chosen ones nearest above it; -1 is the root
 
     def visit(module: nn.Module, owner: int) -> None:
-        known = owners.setdefault(id(module), set())
-        if owner in known:
+        owners_of_module = owners.setdefault(id(module), set())
+        if owner in owners_of_module:
             return
-        known.add(owner)
+        owners_of_module.add(owner)
         for child in module.children():
             visit(child, at.get(id(module), owner))
 
