@@ -1,4 +1,4 @@
-"""Adopts optimizers: how they write main weights, and the refresh of compute weights after a step.
+"""Adopts optimizers: gives them what they step, rows or DTensors of main weights, and has compute weights refreshed after a step.
 
 An elementwise optimizer does to each number what it would do to it in the whole tensor, so it can work on plain local
 rows: no DTensor dispatch, and fused kernels. So can one that fetches what it needs from other ranks itself (local_rows.py), and
@@ -66,7 +66,7 @@ _WHOLE_OPTIMIZERS = (torch.optim.LBFGS, torch.optim.Muon, torch.optim.Adafactor)
 def adopt_optimizer(
     optimizer: Optimizer, elementwise: bool | None, grad_scaler: object | None, support: Callable[[], OptimizerSupport]
 ) -> None:
-    """Implements `fully_shard_optimizer` (engine/api/optimizer.py)."""
+    """What `fully_shard_optimizer` (engine/api/optimizer.py) does, with `support` for optimizers beyond `torch.optim`."""
     step = next((hook for hook in compat.step_pre_hooks(optimizer) if isinstance(hook, _ShardedStep)), None)
     if step is not None:
         step.adopt(optimizer, elementwise, grad_scaler)
@@ -78,7 +78,7 @@ def adopt_optimizer(
     optimizer.register_load_state_dict_pre_hook(step.begin_load)
     optimizer.register_load_state_dict_post_hook(step.end_load)
     optimizer.register_step_pre_hook(step)
-    # They see weights and gradients as after any step.
+    # Other hooks then see weights and gradients as after any step.
     compat.before_other_hooks(optimizer.register_step_post_hook(step.end))
 
 
@@ -121,7 +121,7 @@ class _Representations:
         return self.shown is not self.stepped
 
     def begin(self, optimizer: Optimizer) -> None:
-        """Called when the optimizer's own code is about to run."""
+        """Put what the optimizer steps into `param_groups` and `state`: its own code is about to run."""
         if self.is_running or not self.differ:
             return
         state: Any = optimizer.state
@@ -132,14 +132,14 @@ class _Representations:
         optimizer.state = shown.plain  # type: ignore[assignment]
 
     def end(self, optimizer: Optimizer) -> None:
-        """Called when it has run."""
+        """Put what the module shows into `param_groups` and `state`: the optimizer's own code has run."""
         if self.is_running:
             self.is_running = False
             _exchange(optimizer, self.stepped, self.shown)
             optimizer.state = ShownState.over(optimizer.state)  # type: ignore[assignment]
 
     def end_unfinished(self, optimizer: Optimizer) -> None:
-        """Called when it may have raised: the user may have put anything into the state since."""
+        """As `end`, where the optimizer's own code may have raised: the user may have put anything into the state since."""
         if self.is_running:
             self.end(optimizer)
             optimizer.state = ShownState(optimizer.state)  # type: ignore[assignment]
@@ -185,33 +185,36 @@ class _ShardedStep:
     def _take_over(self, optimizer: Optimizer) -> None:
         has_known_steps = type(optimizer) in ELEMENTWISE_OPTIMIZERS or isinstance(optimizer, LocalRowsOptimizer)
         writes_in_steps_alone = has_known_steps or self._support.writes_in_steps_alone(optimizer)
-        local = _works_on_rows(optimizer, self._elementwise, known=writes_in_steps_alone)
+        local = _works_on_rows(optimizer, self._elementwise, is_known=writes_in_steps_alone)
         # With elementwise=True `param_groups` always hold plain rows, so the step may be compiled.
         hides_rows = local and has_known_steps and not self._elementwise and compat.takes_closure(optimizer)
-        found = _held_entries(optimizer, local, self._grad_scaler)
+        entries_by_group = _held_entries(optimizer, local, self._grad_scaler)
         before = _parameters(optimizer)
-        sharded = [one if (known := as_sharded(one)) is None else known for one in before]
-        stepped = [as_local(one) for one in before] if local else sharded
+        sharded = [
+            parameter if (shown_parameter := as_sharded(parameter)) is None else shown_parameter for parameter in before
+        ]
+        stepped = [as_local(parameter) for parameter in before] if local else sharded
         shown = sharded if hides_rows else stepped
-        _replace(optimizer, {id(one): as_held for one, as_held in zip(before, shown, strict=True)})
+        _replace(optimizer, {id(parameter): as_held for parameter, as_held in zip(before, shown, strict=True)})
         _take_over_state(optimizer, local=local, hides_rows=hides_rows)
         self.steps_rows, self._places = local, None
         self._held = _Representations(stepped, shown)
         self._held.begin(optimizer)
         try:
-            self._drivers = self._support.prepare(optimizer, found, local=local)
+            self._drivers = self._support.prepare(optimizer, entries_by_group, local=local)
         finally:
             self._held.end(optimizer)  # also where it is refused
         # DTensors record writes to them; local rows do not.
         self._is_watched, self._writes_elsewhere = local, not writes_in_steps_alone
         self._may_assign = local and not (hides_rows and type(optimizer) in ELEMENTWISE_OPTIMIZERS)
-        for group, entries in found.items():
+        for group, entries in entries_by_group.items():
             if (context := group.root()) is not None:
                 context.track(entries)
                 if self._is_watched:
                     context.watch(group, rows_are_held=self._may_assign)
         self._groups = [
-            (weakref.ref(group), [group.entries.index(entry) for entry in entries]) for group, entries in found.items()
+            (weakref.ref(group), [group.entries.index(entry) for entry in entries])
+            for group, entries in entries_by_group.items()
         ]
 
     def _take_over_new(self, optimizer: Optimizer) -> None:
@@ -221,13 +224,13 @@ class _ShardedStep:
             self._take_over(optimizer)
 
     def gradient_places(self, held: Sequence[Tensor]) -> GradientPlaces:
-        """Of these parameters."""
+        """The places of the gradients of these parameters, looked up again only if they are others or were sharded since."""
         if self._places is None or not (are_same(self._places.parameters, held) and self._places.is_current):
             self._places = GradientPlaces(held)
         return self._places
 
     def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Before a step."""
+        """The hook before a step: adopt what is new, and put a closure around the user's. Returns changed arguments, or `None`."""
         self._take_over_new(optimizer)
         roots: dict[Context, None] = {}
         for reference, _ in self._groups:
@@ -258,13 +261,13 @@ class _ShardedStep:
         return changed
 
     def end(self, optimizer: Optimizer, *_: Any) -> None:
-        """After a step."""
+        """The hook after a step: show sharded tensors again, and note what was written."""
         is_whole = True
         for driver in self._drivers:
             is_whole = driver.end(optimizer) and is_whole
         if is_whole:
             self._held.end(optimizer)
-            self._say_stepping(None)
+            self._note_own_code(None)
             for root in self._running_in:
                 root.unfinished_steps.remove(weakref.WeakMethod(self.finish))
             self._running_in, self._own_code = [], None
@@ -309,7 +312,7 @@ class _ShardedStep:
         if self._may_assign:
             for group in groups:
                 group.weights.take_assigned()
-        written = [group.weights.note_writes() for group in groups]  # all, without short-circuit
+        written = [group.weights.note_writes() for group in groups]  # a list, because every group has to note its own
         return any(written)
 
     def _present_groups(self) -> list[ParameterGroup]:
@@ -323,14 +326,14 @@ class _ShardedStep:
         if self._was_written():  # between the last pass and this step
             self._note_write()
 
-        def evaluate(*given: Any, **named: Any) -> Any:
+        def evaluate(*arguments: Any, **named: Any) -> Any:
             nonlocal was_called
             # An optimizer that writes in its steps alone writes nothing before it first calls its closure.
             if (was_called or self._writes_elsewhere) and (self._was_written() or was_called):
                 self._note_write()
             was_called = True
-            self._say_stepping(None)
-            result = closure(*given, **named)
+            self._note_own_code(None)
+            result = closure(*arguments, **named)
             _reduce_held_back(roots)
             self._begin(optimizer, roots, own_code)
             return result
@@ -346,9 +349,9 @@ class _ShardedStep:
             self._optimizer, self._running_in = weakref.ref(optimizer), list(roots)
             for root in roots:
                 root.unfinished_steps.append(weakref.WeakMethod(self.finish))
-        self._say_stepping(own_code)
+        self._note_own_code(own_code)
 
-    def _say_stepping(self, own_code: OwnCode | None) -> None:
+    def _note_own_code(self, own_code: OwnCode | None) -> None:
         """Note which optimizer's own code works on sharded tensors."""
         for root in self._running_in:
             root.own_code = None if own_code is None else weakref.ref(own_code)
@@ -357,7 +360,7 @@ class _ShardedStep:
         """The optimizer's own code has raised."""
         if (optimizer := self._optimizer()) is not None:
             self._held.end_unfinished(optimizer)
-        self._say_stepping(None)
+        self._note_own_code(None)
         self._running_in, self._own_code = [], None
 
     @staticmethod
@@ -372,23 +375,25 @@ def _reduce_held_back(roots: Iterable[Context]) -> None:
         root.reduce_held_back()
 
 
-def _works_on_rows(optimizer: Optimizer, said: bool | None, *, known: bool) -> bool:
+def _works_on_rows(optimizer: Optimizer, elementwise: bool | None, *, is_known: bool) -> bool:
     """Whether an optimizer gets plain rows. All ranks agree.
 
     Args:
         optimizer: The user's.
-        said: What the user specified.
-        known: It is known to work on rows.
+        elementwise: What the user specified.
+        is_known: It is known to work on rows.
 
     Raises:
         ShardingError: It needs whole tensors, and some are divided.
     """
-    owners = {id(found[0]): found[0] for one in _parameters(optimizer) if (found := owner_of(one)) is not None}
-    if said is not False and owners and all(_is_whole(group) for group in owners.values()):
+    owners = {
+        id(owner[0]): owner[0] for parameter in _parameters(optimizer) if (owner := owner_of(parameter)) is not None
+    }
+    if elementwise is not False and owners and all(_is_whole(group) for group in owners.values()):
         return True
     name = type(optimizer).__name__
     # For a class of their own users may override this.
-    if isinstance(optimizer, _WHOLE_OPTIMIZERS) and (said is None or type(optimizer) in _WHOLE_OPTIMIZERS):
+    if isinstance(optimizer, _WHOLE_OPTIMIZERS) and (elementwise is None or type(optimizer) in _WHOLE_OPTIMIZERS):
         instead = "an elementwise optimizer such as torch.optim.AdamW"
         if isinstance(optimizer, torch.optim.Muon):
             instead = "lightning_mfsdp.optim.Muon, the same rule with the same arguments for sharded matrices"
@@ -396,7 +401,7 @@ def _works_on_rows(optimizer: Optimizer, said: bool | None, *, known: bool) -> b
             f"fully_shard_optimizer: {name} needs whole vectors or matrices and cannot run on shards; use {instead}, or "
             'sharding="no_shard" without offload and without a tensor axis, which leaves everything whole on every rank'
         )
-    return known if said is None else said
+    return is_known if elementwise is None else elementwise
 
 
 def _is_whole(group: ParameterGroup) -> bool:
@@ -422,13 +427,13 @@ def _replace(optimizer: Optimizer, by_identity: Mapping[int, Tensor]) -> None:
     """Replace some entries of `param_groups`. The lists stay the same objects, so references to them see the change."""
     for group in optimizer.param_groups:
         held = group["params"]
-        _hold(group, [by_identity.get(id(one), one) for one in held])
+        _hold(group, [by_identity.get(id(parameter), parameter) for parameter in held])
 
 
 def _exchange(optimizer: Optimizer, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
     """Replace all entries of `param_groups` by others in the same order; those that someone has exchanged meanwhile stay."""
     if not are_same(_parameters(optimizer), before):
-        _replace(optimizer, {id(one): other for one, other in zip(before, after, strict=True)})
+        _replace(optimizer, {id(parameter): other for parameter, other in zip(before, after, strict=True)})
         return
     start = 0
     for group in optimizer.param_groups:
@@ -449,7 +454,7 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _held_entries(optimizer: Optimizer, local: bool, grad_scaler: object | None) -> dict[ParameterGroup, list[Entry]]:
-    """Those that an optimizer holds, by group and in order.
+    """The entries that an optimizer holds, by group and in order.
 
     Raises:
         ShardingError: It cannot step them.
@@ -458,10 +463,10 @@ def _held_entries(optimizer: Optimizer, local: bool, grad_scaler: object | None)
     seen: set[int] = set()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            found = owner_of(parameter)
-            if found is None:
+            owner_and_entry = owner_of(parameter)
+            if owner_and_entry is None:
                 continue
-            owner, entry = found
+            owner, entry = owner_and_entry
             if id(entry) in seen:
                 raise ShardingError(
                     f"fully_shard_optimizer: {type(optimizer).__name__} holds parameter {entry.name} twice and would step it twice; take "

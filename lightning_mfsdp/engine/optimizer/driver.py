@@ -1,4 +1,4 @@
-"""What an optimizer may need in addition, as protocols: the core calls what it was passed, and depends on no implementation."""
+"""Protocols of what joins the steps of an optimizer (`OptimizerDriver`), and of what chooses it (`OptimizerSupport`)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class OptimizerDriver(Protocol):
     """An object that is called around each step of one optimizer."""
 
     def begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Before a step: other arguments for it, as a pre-hook returns them, or `None`."""
+        """A step begins. Returns other arguments for it, as a pre-hook returns them, or `None`."""
 
     def end(self, optimizer: Optimizer) -> bool:
-        """After a step. Returns whether it was the user's step and not one of its parts."""
+        """A step has ended. Returns whether it was the user's step and not one of its parts."""
 
 
 class OptimizerSupport(Protocol):
@@ -32,7 +32,7 @@ class OptimizerSupport(Protocol):
     def prepare(
         self, optimizer: Optimizer, held: Mapping[ParameterGroup, Sequence[Entry]], *, local: bool
     ) -> Sequence[OptimizerDriver]:
-        """Called when it holds these parameters from now on.
+        """The drivers of an optimizer that holds these parameters from now on.
 
         Args:
             optimizer: Its `param_groups` hold what it works on.
@@ -40,7 +40,7 @@ class OptimizerSupport(Protocol):
             local: It works on plain local rows.
 
         Returns:
-            The driver of its steps from now on.
+            What is called around its steps from now on, in this order.
 
         Raises:
             ShardingError: It cannot step them.

@@ -1,4 +1,4 @@
-"""For optimizers that work on local rows without being elementwise: where the other rows of a parameter are.
+"""Tells optimizers that step local rows without being elementwise where the other rows of a parameter are.
 
 Such an optimizer derives from `LocalRowsOptimizer`. `fully_shard_optimizer` then gives it plain local rows, and it collects by
 itself what its rule needs of other ranks.
@@ -22,7 +22,7 @@ __all__ = ["LocalRowsOptimizer", "RowPlacement", "has_gradient", "row_placement"
 
 @dataclass(frozen=True, kw_only=True)
 class RowPlacement:
-    """Where the rows of one sharded parameter lie.
+    """Which ranks have which rows of one sharded parameter.
 
     Attributes:
         name: Inside the module given to `fully_shard`.
@@ -51,7 +51,7 @@ class LocalRowsOptimizer(Optimizer):
 
 
 def row_placement(parameter: Tensor) -> RowPlacement | None:
-    """Where the rows of a parameter lie, whichever representation is given; `None` if it is not sharded by this engine.
+    """Which ranks have which rows of a parameter, of whichever representation; `None` if it is not sharded by this engine.
 
     The first call for a parameter that is split over both axes of a mesh is collective: it may make a process group.
     """

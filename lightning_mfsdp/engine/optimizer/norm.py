@@ -97,18 +97,18 @@ class GradientPlaces:
             whole.device = whole.tensors[-1].device
             if torch.float64 in {gradient.dtype for gradient in whole.tensors}:
                 whole.dtype = torch.float64
-        found: dict[tuple[dist.ProcessGroup, ...], _Owned] = {(): whole}
+        by_groups: dict[tuple[dist.ProcessGroup, ...], _Owned] = {(): whole}
         for group, by_axes in groups:
             for axes, indices in by_axes:
                 key = tuple([axis.group for axis in axes])
-                part = found.get(key)
+                part = by_groups.get(key)
                 if part is None:
-                    part = found[key] = _Owned(axes=axes)
+                    part = by_groups[key] = _Owned(axes=axes)
                 part.device = group.device
                 if group.spec.main_dtype is torch.float64:
                     part.dtype = torch.float64  # from what is known to all ranks: a rank may own no gradient here
                 part.tensors += gradients_at_hand(group, indices)
-        return list(found.values())
+        return list(by_groups.values())
 
 
 def clip_grad_norm_(
@@ -139,7 +139,7 @@ def clip_grad_norm_(
             "the parameter with "
             "NaNGradientReporter, or pass error_if_nonfinite=False"
         )
-    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as in torch.nn.utils.clip_grad_norm_
     _scale(owned, scale)
     return norm
 
@@ -179,9 +179,9 @@ def _owned_gradients(module_or_parameters: nn.Module | Iterable[Tensor] | Tensor
     """This rank's gradients by the axes they are sharded over."""
     parameters: Iterable[Tensor]
     if isinstance(module_or_parameters, nn.Module):
-        # In the order of `parameters()`, at a fraction of its host time, as it builds no names.
+        # In the order of `parameters()`, at a fraction of its host time, as it builds no names and skips no duplicates.
         tables = [module._parameters for module in module_or_parameters.modules() if module._parameters]
-        parameters = [one for table in tables for one in table.values() if one is not None]
+        parameters = [parameter for table in tables for parameter in table.values() if parameter is not None]
     else:
         parameters = [module_or_parameters] if isinstance(module_or_parameters, Tensor) else module_or_parameters
     return GradientPlaces(parameters).owned()

@@ -34,9 +34,9 @@ class ShownValues(MutableMapping[str, Any]):
     @classmethod
     def over(cls, plain: dict[str, Any], parameter: ShardedParameter) -> ShownValues:
         """A view of the optimizer's own values of a parameter, which are read and written."""
-        made = cls()
-        made.plain, made._parameter = plain, parameter
-        return made
+        view = cls()
+        view.plain, view._parameter = plain, parameter
+        return view
 
     def __getitem__(self, name: str) -> Any:
         value = self.plain[name]
@@ -64,7 +64,7 @@ class ShownValues(MutableMapping[str, Any]):
         return dict, (dict(self),)
 
     def copy(self) -> dict[str, Any]:
-        """As `dict.copy`."""
+        """A plain dictionary of what is shown, over the same memory."""
         return dict(self)
 
 
@@ -85,9 +85,9 @@ class ShownState(MutableMapping[Any, Any]):
     @classmethod
     def over(cls, plain: MutableMapping[Any, Any]) -> ShownState:
         """A view of the table that the optimizer's own code uses."""
-        made = cls()
-        made.plain = plain
-        return made
+        view = cls()
+        view.plain = plain
+        return view
 
     def __getitem__(self, key: Any) -> Any:
         values, parameter = self.plain[as_local(key)], as_sharded(key)
@@ -96,8 +96,8 @@ class ShownState(MutableMapping[Any, Any]):
     def __setitem__(self, key: Any, values: Any) -> None:
         parameter = as_sharded(key)
         if parameter is not None and isinstance(values, Mapping):
-            own = values.plain if isinstance(values, ShownValues) else values
-            values = {name: taken(name, value, parameter) for name, value in own.items()}
+            plain_values = values.plain if isinstance(values, ShownValues) else values
+            values = {name: taken(name, value, parameter) for name, value in plain_values.items()}
         self.plain[as_local(key)] = values
 
     def __delitem__(self, key: Any) -> None:
@@ -120,14 +120,14 @@ class ShownState(MutableMapping[Any, Any]):
     def __reduce__(self) -> Any:
         return defaultdict, (dict, dict(self.as_table()))
 
-    # A mapping's own would make a missing key.
+    # A MutableMapping's own methods would index, which makes an empty table for a missing key.
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """As `dict.get`."""
+        """The values of a parameter, or `default`: as `dict.get`, and unlike indexing it makes no empty table."""
         return self[key] if key in self else default  # noqa: SIM401 - that would call itself
 
     def pop(self, key: Any, *default: Any) -> Any:
-        """As `dict.pop`."""
+        """Take a parameter's values out of the optimizer's own table, as `dict.pop` does; a missing one raises a KeyError."""
         if key not in self:
             return {}.pop(key, *default)
         values = self[key]
@@ -135,17 +135,17 @@ class ShownState(MutableMapping[Any, Any]):
         return values
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        """As `dict.setdefault`."""
+        """The values of a parameter, which are set to `default` if there are none, as `dict.setdefault` does."""
         if key not in self:
             self[key] = default
         return self[key]
 
     def clear(self) -> None:
-        """As `dict.clear`."""
+        """Remove all values from the optimizer's own table, which frees their memory at once."""
         self.plain.clear()
 
     def copy(self) -> defaultdict[Any, Any]:
-        """As `dict.copy`: a table of its own."""
+        """As `as_table`."""
         return self.as_table()
 
     def as_table(self) -> defaultdict[Any, Any]:

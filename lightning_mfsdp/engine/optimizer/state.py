@@ -1,4 +1,4 @@
-"""What `optimizer.state_dict()` shows of an optimizer over sharded parameters, and what its `load_state_dict` accepts: as with FSDP2.
+"""Converts optimizer state between what `state_dict()` and `load_state_dict()` have, DTensors as with FSDP2, and plain local rows.
 
 State that is shaped like a parameter is shown as a DTensor of the parameter's shape, over the optimizer's memory; so
 `torch.distributed.checkpoint` and its `get_state_dict` see which rows are where. All ranks show the same: one without rows of a parameter
@@ -89,11 +89,11 @@ def as_shown(key: str, value: Any, parameter: ShardedParameter) -> Any:
 
 def taken(key: str, value: Any, parameter: ShardedParameter) -> Any:
     """State of whichever representation as that of local rows: plain. Collective for DTensors whose rows lie otherwise than these."""
-    here, everywhere = parameter._local_tensor.shape, parameter.shape
+    local_shape, shape = parameter._local_tensor.shape, parameter.shape
     if isinstance(value, PlacedTensor) and lie_alike(value, parameter):
         value = value._local_tensor  # itself, and not a view of it
     elif isinstance(value, DTensor):
         value = value.full_tensor()
-    if here != everywhere and _has_shape(key, value, everywhere):
+    if local_shape != shape and _has_shape(key, value, shape):
         value = parameter.of_whole(value).clone()
     return value
