@@ -185,7 +185,15 @@ class MeshSizes:
             rank: One of them.
             node_size: As in `of_world`.
             parts_differ: Ranks of one context group have different batches, too.
+
+        Raises:
+            ValueError: The launcher numbers more ranks than the run was configured for; otherwise as `of_world`.
         """
+        if rank >= world_size:
+            raise ValueError(
+                f"this process is rank {rank}, so there are at least {rank + 1}, but the Trainer or Fabric was given {world_size} (num_nodes x "
+                "devices); make them agree"
+            )
         sizes = self.of_world(world_size, node_size)
         together = self._ranks(sizes).reshape(-1, sizes[TENSOR] if parts_differ else sizes[CONTEXT] * sizes[TENSOR])
         return len(together), int((together == rank).any(-1).nonzero())

@@ -216,6 +216,11 @@ def places(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
+def test_a_rank_beyond_the_configured_world_is_an_error_that_names_both() -> None:
+    with pytest.raises(ValueError, match=r"rank 1, so there are at least 2, .* was given 1 \(num_nodes x devices\); make them agree"):
+        MeshSizes().data_place(1, rank=1)
+
+
 def test_ranks_that_divide_a_batch_are_known_on_meshes_of_ones_own() -> None:
     found = run_distributed(places, 4)
     assert [one["data"] for one in found] == [(2, 0, [0, 1]), (2, 0, [0, 1]), (2, 1, [2, 3]), (2, 1, [2, 3])]
