@@ -32,6 +32,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -216,9 +217,9 @@ class Peers:
     def connected(cls) -> Peers | None:
         """Connect all ranks of the default process group; `None` if that is not possible. Collective."""
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        hosts: list[str] = [""] * world_size
-        dist.all_gather_object(hosts, socket.gethostname())
-        same_host = set(hosts) == {hosts[0]}
+        networks: list[tuple[str, ...]] = [()] * world_size
+        dist.all_gather_object(networks, _network_of_host())
+        same_host = set(networks) == {networks[0]}
         listener = None
         contact: list[Any] = [None]
         if rank == 0:
@@ -448,6 +449,20 @@ def _peer_error(failures: Sequence[Mapping[str, Any]]) -> str:
     """Describes the failure from which others follow: the first one that was not caused by missing other ranks."""
     first = next((failure for failure in failures if not failure.get("missed")), failures[0])
     return f"rank {first['rank']} failed: {first['what']}"
+
+
+def _network_of_host() -> tuple[str, ...]:
+    """Equal for processes that reach each other over the loopback interface: one boot of one machine, and one network namespace of it.
+
+    Host names alone do not tell: images may have a fixed one, and containers of one machine may have networks of their own.
+    """
+    known = [socket.gethostname()]
+    for read in (lambda: Path("/proc/sys/kernel/random/boot_id").read_text(), lambda: os.readlink("/proc/self/ns/net")):
+        try:
+            known.append(read().strip())
+        except OSError:  # not on every system
+            _log.debug("this system does not tell its boot or its network namespace", exc_info=True)
+    return tuple(known)
 
 
 def _addresses(same_host: bool) -> list[str]:

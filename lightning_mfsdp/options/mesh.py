@@ -191,8 +191,8 @@ class MeshSizes:
         """
         if rank >= world_size:
             raise ValueError(
-                f"this process is rank {rank}, so there are at least {rank + 1}, but the Trainer or Fabric was given {world_size} (num_nodes x "
-                "devices); make them agree"
+                f"this process is rank {rank}, so there are at least {rank + 1}, but the Trainer or Fabric was given {world_size} "
+                "(num_nodes x devices); make them agree"
             )
         sizes = self.of_world(world_size, node_size)
         together = self._ranks(sizes).reshape(-1, sizes[TENSOR] if parts_differ else sizes[CONTEXT] * sizes[TENSOR])

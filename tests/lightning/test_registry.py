@@ -217,7 +217,9 @@ def places(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_a_rank_beyond_the_configured_world_is_an_error_that_names_both() -> None:
-    with pytest.raises(ValueError, match=r"rank 1, so there are at least 2, .* was given 1 \(num_nodes x devices\); make them agree"):
+    with pytest.raises(
+        ValueError, match=r"rank 1, so there are at least 2, .* was given 1 \(num_nodes x devices\); make them agree"
+    ):
         MeshSizes().data_place(1, rank=1)
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
 import pytest
 
 from lightning_mfsdp.launch import peers as of_peers
 from lightning_mfsdp.launch.peers import Peers, _connected_line, _Hub, _Line
+from tests.helpers.distributed import run_distributed
 
 
 class Ranks:
@@ -215,3 +217,29 @@ def test_a_rank_at_work_keeps_its_end_though_its_process_group_is_gone(ranks: Ra
     assert not ranks.second.is_closed
     ranks.first_is_gone()
     assert ranks.aborted.wait(10)
+
+
+def bound_address(rank: int, world_size: int, boots: list[str]) -> str | None:
+    """Where rank 0 listens, of ranks with equal host names; the boot of each rank's machine is given."""
+    found: list[str] = []
+    create = socket.create_server
+
+    def noted(address: Any, **options: Any) -> socket.socket:
+        found.append(address[0])
+        return create(address, **options)
+
+    patch = pytest.MonkeyPatch()
+    with patch.context() as patched:
+        patched.setattr(of_peers.socket, "create_server", noted)
+        patched.setattr(of_peers.socket, "gethostname", lambda: "node")
+        patched.setattr(of_peers.Path, "read_text", lambda _: boots[rank])
+        patched.setattr(of_peers, "_addresses", lambda same_host: ["127.0.0.1"])  # this machine has one network
+        connected = Peers.connected()
+    assert connected is not None
+    connected.close()
+    return found[0] if found else None
+
+
+@pytest.mark.parametrize(("boots", "address"), [(["a", "a"], "127.0.0.1"), (["a", "b"], "")])
+def test_equal_host_names_are_one_machine_only_with_one_boot(boots: list[str], address: str) -> None:
+    assert run_distributed(partial(bound_address, boots=boots), 2) == [address, None]

@@ -177,8 +177,8 @@ class _ShardedStep:
         self._take_over(optimizer)
         if not self._groups:
             raise ShardingError(
-                f"fully_shard_optimizer: {type(optimizer).__name__} holds no parameter of a sharded module, so it was made before the module "
-                "was sharded, or from other parameters; make it of module.parameters() after fully_shard(module), under Lightning in "
+                f"fully_shard_optimizer: {type(optimizer).__name__} holds no parameter of a sharded module, so it was made before "
+                "the module was sharded, or from other parameters; make it of module.parameters() after fully_shard(module), under Lightning in "
                 "configure_optimizers"
             )
 
