@@ -126,7 +126,7 @@ def watched(orders: Sequence[GatherOrder]) -> Iterator[None]:
     def watch() -> None:
         while not over.wait(0.02):
             for order in orders:
-                order.say_where()
+                order.report_progress()
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
@@ -339,11 +339,11 @@ def test_a_rank_that_came_late_is_not_taken_for_one_that_has_gone_on():
     store.add("here/0/0", 1)  # the first has begun
     store.add(f"{place}/4", 1)  # and said what it comes to
     last.note(1, "blocks.1", 0)
-    last.say_where()
-    last.say_where()
+    last.report_progress()
+    last.report_progress()
     assert store.get("here/furthest") == b"2 rank 1 has come to the gather of blocks.1 in forward"
     first._count = 1
-    first._look(place, 4, "the gather of blocks.1 in forward", 1.0)
+    first._check_peers(place, 4, "the gather of blocks.1 in forward", 1.0)
 
 
 def test_agreements_leave_nothing_in_the_store():

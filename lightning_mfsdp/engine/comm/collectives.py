@@ -1,4 +1,4 @@
-"""Gather and reduce over one mesh axis.
+"""Axis: gathers and reduces flat tensors over one mesh axis.
 
 Everything here takes lists of flat tensors, one per segment of a group, and issues them as one coalesced call. It runs
 on the current stream and is independent of groups, schedules and strategies. On an axis of size 1 callers do not call
@@ -18,8 +18,7 @@ from lightning_mfsdp.base import compat
 
 __all__ = ["TOGETHER_BYTES", "Axes", "Axis", "broadcast_from_first"]
 
-# More than this is not broadcast together: it bounds the extra memory.
-TOGETHER_BYTES = 64 << 20
+TOGETHER_BYTES = 64 << 20  # at most that are broadcast in one call, which bounds the memory of copies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,5 +149,5 @@ def _broadcast(contents: Sequence[Tensor], axes: Sequence[Axis]) -> None:
     for axis in axes:
         dist.broadcast(sent, group=axis.group, group_src=0)
     if sent is not contents[0]:
-        for content, received in zip(contents, torch.split(sent, [len(one) for one in contents]), strict=True):
+        for content, received in zip(contents, torch.split(sent, [len(content) for content in contents]), strict=True):
             content.copy_(received)

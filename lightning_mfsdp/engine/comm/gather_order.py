@@ -64,13 +64,13 @@ _ADVICE = (
     'sharding="optim_grads", which keeps weights whole on every rank, so that ranks may run different units'
 )
 
-_STILL_S = 1.0
-_HEARD_S = 3.0
+_STILL_S = 1.0  # without progress, after which a rank reports how far it is, and checks on others
+_HEARD_S = 3.0  # for others to read why a rank ends
 _PAUSES_S = (0.02, 0.2)  # the longest pause between two reads of the store, at first and after `_STILL_S`
 
 _STEPS = (8, 1, 0)  # how many steps a past goes back
-_LONGEST_STEP = 4096  # gathers
-_MOST_PASTS = 1 << 17
+_LONGEST_STEP = 4096  # gathers; from here on only the last few count, since an evaluation may go on for any time
+_MOST_PASTS = 1 << 17  # then predictions begin again, so that memory is bounded where no step repeats an earlier one
 
 
 class _Past:
@@ -94,7 +94,7 @@ class _Past:
 
     @property
     def keys(self) -> tuple[int | tuple[int, ...], ...]:
-        """The longest past first."""
+        """What `History` looks the next gather up by, the longest past first."""
         return (*self.lengths, self.recent)
 
 
@@ -116,7 +116,7 @@ class History:
         self._pasts: dict[int | tuple[int, ...], _Past] = {}
         self._after: dict[int | tuple[int, ...], int] = {}  # what came, by shorter pasts
         self._steps = (0,) * max(_STEPS)
-        self._past = self._known((0,) * len(_STEPS), recent, 0)
+        self._past = self._past_of((0,) * len(_STEPS), recent, 0)
 
     @property
     def prediction(self) -> int | None:
@@ -124,7 +124,7 @@ class History:
         past = self._past
         if past.expected is not None:
             return past.expected
-        return next((found for key in past.keys if (found := self._after.get(key)) is not None), None)
+        return next((event for key in past.keys if (event := self._after.get(key)) is not None), None)
 
     def follows(self, event: int) -> bool:
         """Record a gather if it is the predicted one. Returns whether it is."""
@@ -138,11 +138,11 @@ class History:
         return True
 
     def add(self, event: int) -> None:
-        """Record a gather."""
+        """Record a gather, whether or not it is the predicted one, so that it is expected the next time."""
         past = self._past
         if past.expected != event:
             self._expect(event)
-            past.following = self._after_it(past, event)
+            past.following = self._past_after(past, event)
         self._past = past.following
 
     def foresee(self, steps: Iterable[Iterable[int]]) -> None:
@@ -162,7 +162,7 @@ class History:
             self._forget(past.recent)
         self._steps = (*self._steps[1:], past.lengths[-1] if past.lengths else 0)
         lengths = tuple(self._number((-1, *self._steps[len(self._steps) - count :])) for count in _STEPS)
-        self._past = self._known(lengths, past.recent, 0)
+        self._past = self._past_of(lengths, past.recent, 0)
 
     def _expect(self, event: int) -> None:
         """Expect this the next time as well, after what has been gathered until now."""
@@ -172,22 +172,22 @@ class History:
             for key in past.keys:
                 self._after[key] = event
 
-    def _after_it(self, past: _Past, event: int) -> _Past:
+    def _past_after(self, past: _Past, event: int) -> _Past:
         since = past.since + 1
         lengths = tuple(self._number((length, event)) for length in past.lengths)
         if since == _LONGEST_STEP:  # an evaluation, or no optimizer
             lengths = ()
-        return self._known(lengths, (*past.recent[1:], event), since)
+        return self._past_of(lengths, (*past.recent[1:], event), since)
 
     def _number(self, past: tuple[int, ...]) -> int:
         return self._numbers.setdefault(past, len(self._numbers) + 1)
 
-    def _known(self, lengths: tuple[int, ...], recent: tuple[int, ...], since: int) -> _Past:
+    def _past_of(self, lengths: tuple[int, ...], recent: tuple[int, ...], since: int) -> _Past:
         key = lengths[0] if lengths else recent
-        found = self._pasts.get(key)
-        if found is None:
-            found = self._pasts[key] = _Past(lengths, recent, since)
-        return found
+        past = self._pasts.get(key)
+        if past is None:
+            past = self._pasts[key] = _Past(lengths, recent, since)
+        return past
 
 
 class GatherOrder:
@@ -230,8 +230,10 @@ class GatherOrder:
         self._count = 0
         self._latest = (-1, "")
         self._agreed_on: list[str] = []  # keys of the last agreement
-        self._seen = self._said = -1  # how many were begun when the thread last checked, and according to the store
-        self._told = ""
+        self._count_at_check = (
+            self._count_reported
+        ) = -1  # how many were begun when the thread last checked, and according to the store
+        self._peer_error = ""
 
     @classmethod
     def over(cls, axis: Axis, device: torch.device) -> GatherOrder:
@@ -242,9 +244,9 @@ class GatherOrder:
         """
         if axis.size == 1 or not compat.carries_data(axis.group):
             return cls([axis.rank], 0, None, "")
-        made = kept(("gather order",), _Watch).order(dist.get_process_group_ranks(axis.group), axis.rank)
-        made.has_reductions = not compat.uses_nccl(axis.group, device)
-        return made
+        order = kept(("gather order",), _Watch).order(dist.get_process_group_ranks(axis.group), axis.rank)
+        order.has_reductions = not compat.uses_nccl(axis.group, device)
+        return order
 
     def note(self, number: int, name: str, kind: int) -> None:
         """This rank is about to gather a group, or to reduce its gradients.
@@ -310,68 +312,77 @@ class GatherOrder:
         """Stop checking. All ranks call it."""
         self.is_on = False
 
-    def told(self) -> str:
+    def peer_error(self) -> str:
         """Why another rank could not go on; empty if none has reported that."""
-        if not self._told and self._store is not None:
+        if not self._peer_error and self._store is not None:
             try:
-                self._told = self._word("end")
-                if self._told:
+                self._peer_error = self._read("end")
+                if self._peer_error:
                     self._store.add(f"{self._place}/heard", 1)
             except RuntimeError:  # the store is gone with the rank that hosted it
                 return ""
-        return self._told
+        return self._peer_error
 
-    def say_where(self) -> None:
-        """Called periodically by another thread: if this rank is stuck, write how far it is, and check whether others have ended."""
+    def report_progress(self) -> None:
+        """If this rank has made no progress since the last call, write how far it is, and check whether others have ended.
+
+        Another thread calls it every second.
+        """
         count = self._count
-        if self.is_on and count and count == self._seen and not self.told() and self._said < count:
-            begun, _, _ = self._word("furthest").partition(" ")
+        if (
+            self.is_on
+            and count
+            and count == self._count_at_check
+            and not self.peer_error()
+            and self._count_reported < count
+        ):
+            begun, _, _ = self._read("furthest").partition(" ")
             if begun and int(begun) >= count:
-                self._said = count
+                self._count_reported = count
             else:  # checked again the next time, because another rank may write at the same time
                 assert self._store is not None
-                where = f"{count} rank {self._ranks[self._rank]} has come to {_described(*self._latest)}"
-                self._store.set(f"{self._place}/furthest", where)
-        self._seen = count
+                progress = f"{count} rank {self._ranks[self._rank]} has come to {_described(*self._latest)}"
+                self._store.set(f"{self._place}/furthest", progress)
+        self._count_at_check = count
 
     # -- agreeing ------------------------------------------------------------------------------------------------------
 
     def _agree(self, event: int, name: str) -> None:
         what = _described(event, name)
         try:
-            self._ask(event, what)
+            self._agree_in_store(event, what)
         except dist.DistError as error:
             raise CollectiveError(
                 f"{what} does not come about, because the process that has the store is gone. Look for the first error in the output of "
                 "the other ranks"
             ) from error
 
-    def _ask(self, event: int, what: str) -> None:
+    def _agree_in_store(self, event: int, what: str) -> None:
         assert self._store is not None
         self.asked += 1
         place = f"{self._place}/{self._count}"
         key, pause, longest = f"{place}/{event}", 0.0, _PAUSES_S[0]
-        began = looked = time.monotonic()
+        began = checked_at = time.monotonic()
         while self._store.add(key, 0 if pause else 1) < len(self._ranks):
             pause = min(2 * pause + 0.0002, longest)
             time.sleep(pause)
-            if time.monotonic() - looked > self._still_s:
+            if time.monotonic() - checked_at > self._still_s:
                 longest = _PAUSES_S[1]
-                self._look(place, event, what, time.monotonic() - began)
-                looked = time.monotonic()
+                self._check_peers(place, event, what, time.monotonic() - began)
+                checked_at = time.monotonic()
         if self._rank == 0:
             for old in self._agreed_on:  # every rank has gone on to this one
                 self._store.delete_key(old)
             self._agreed_on = [key, f"{place}/of"]
 
-    def _look(self, place: str, event: int, what: str, waited_s: float) -> None:
+    def _check_peers(self, place: str, event: int, what: str, waited_s: float) -> None:
         """Raise if another rank ends, is about to do something else, or has gone on."""
         assert self._store is not None
         mine = self._ranks[self._rank]
-        if told := self.told():
-            raise EngineStateError(f"{what} does not come about, because another rank ended: {told}")
+        if error := self.peer_error():
+            raise EngineStateError(f"{what} does not come about, because another rank ended: {error}")
         first = self._store.compare_set(f"{place}/of", "", f"{event} rank {mine} to {what}").decode()
-        begun, _, other = self._word("furthest").partition(" ")
+        begun, _, other = self._read("furthest").partition(" ")
         # A rank that goes on after all have arrived has written before that it arrived.
         if self._store.add(f"{place}/{event}", 0) == len(self._ranks):
             return
@@ -379,23 +390,23 @@ class GatherOrder:
             begun, other = str(self._count + 1), first.partition(" ")[2]
         if begun and int(begun) > self._count:
             message = f"rank {mine} comes to {what}, and {other}. {_ADVICE}"
-            self._tell(message)
+            self._announce(message)
             raise EngineStateError(message)
         if waited_s > self._store.timeout.total_seconds():  # type: ignore[attr-defined]
             message = f"rank {mine} comes to {what} and has waited {waited_s:.0f} s for the other ranks to do so, too. {_ADVICE}"
-            self._tell(message)
+            self._announce(message)
             raise EngineStateError(message)
 
-    def _tell(self, message: str) -> None:
+    def _announce(self, message: str) -> None:
         """Record why this rank ends, and give the others time to read it: the store may end with this rank."""
         assert self._store is not None
-        self._told = message
+        self._peer_error = message
         self._store.set(f"{self._place}/end", message)
         until = time.monotonic() + self._heard_s
         while self._store.add(f"{self._place}/heard", 0) < len(self._ranks) - 1 and time.monotonic() < until:
             time.sleep(_PAUSES_S[0])
 
-    def _word(self, key: str) -> str:
+    def _read(self, key: str) -> str:
         assert self._store is not None
         key = f"{self._place}/{key}"
         return self._store.get(key).decode() if self._store.check([key]) else ""
@@ -410,7 +421,7 @@ class _Watch:
 
     def __init__(self) -> None:
         self._store = compat.default_store()
-        self._made: dict[tuple[int, ...], int] = {}
+        self._num_orders: dict[tuple[int, ...], int] = {}
         self._sessions: dict[tuple[int, ...], int] = {}
         self._orders: list[weakref.ref[GatherOrder]] = []
         world = dist.group.WORLD
@@ -419,31 +430,31 @@ class _Watch:
         threading.Thread(target=_run, args=arguments, name="mfsdp-gathers", daemon=True).start()
 
     def order(self, ranks: list[int], rank: int) -> GatherOrder:
-        among, key = tuple(ranks), f"mfsdp/gathers/{hash(tuple(ranks))}"
-        if among not in self._sessions:  # a store may outlive a process group, and have keys of the previous one
-            self._sessions[among] = (self._store.add(key, 1) - 1) // len(ranks)
-        number = self._made[among] = self._made.get(among, 0) + 1
-        made = GatherOrder(ranks, rank, self._store, f"{key}/{self._sessions[among]}/{number}")
-        self._orders = [*(one for one in self._orders if one() is not None), weakref.ref(made)]
-        made._others = self._living
-        return made
+        members, key = tuple(ranks), f"mfsdp/gathers/{hash(tuple(ranks))}"
+        if members not in self._sessions:  # a store may outlive a process group, and have keys of the previous one
+            self._sessions[members] = (self._store.add(key, 1) - 1) // len(ranks)
+        number = self._num_orders[members] = self._num_orders.get(members, 0) + 1
+        created = GatherOrder(ranks, rank, self._store, f"{key}/{self._sessions[members]}/{number}")
+        self._orders = [*(reference for reference in self._orders if reference() is not None), weakref.ref(created)]
+        created._others = self._living
+        return created
 
     def _living(self) -> list[GatherOrder]:
         return [order for reference in self._orders if (order := reference()) is not None]
 
-    def say_where(self) -> None:
+    def report_progress(self) -> None:
         for order in self._living():
-            order.say_where()
+            order.report_progress()
 
 
 def _run(watch: weakref.ref[_Watch], world: weakref.ref[dist.ProcessGroup]) -> None:
     while True:
         time.sleep(_STILL_S)
-        here = watch()
-        if here is None or world() is None or dist.group.WORLD is not world():
+        living_watch = watch()
+        if living_watch is None or world() is None or dist.group.WORLD is not world():
             return
         try:
-            here.say_where()
+            living_watch.report_progress()
         except RuntimeError:  # the store is gone, and so is the run
             return
-        del here
+        del living_watch

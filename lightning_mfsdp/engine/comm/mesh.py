@@ -1,4 +1,4 @@
-"""The mesh of a sharded module: which axes of the user's mesh parameters are sharded over, replicated over, or differ along.
+"""Mesh: says over which axes of the user's mesh parameters are sharded or replicated, and along which they differ.
 
 This is the one file of the engine that knows axes by their names.
 """
@@ -95,12 +95,12 @@ class Mesh:
 
     @cached_property
     def process_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Those of `axes`."""
+        """The process group of each of `axes`."""
         return tuple(axis.group for axis in self.axes)
 
     @property
     def device_type(self) -> str:
-        """Where shards live: "cpu" or "cuda"."""
+        """The device type that shards are on: "cpu" or "cuda"."""
         return self.device_mesh.device_type
 
     @property
@@ -126,7 +126,7 @@ class Mesh:
     def dim_of(self, axis: Axis) -> int | None:
         """Which dim of `device_mesh` an axis is."""
         dims = ((self.shard, self.shard_dim), (self.outer, self.outer_dim), (self.expert, self.expert_dim))
-        return next((dim for one, dim in dims if one is axis), self.tensor_dim)
+        return next((dim for candidate, dim in dims if candidate is axis), self.tensor_dim)
 
     @property
     def data_ranks(self) -> Tensor:
@@ -151,7 +151,7 @@ def are_alike(described: object, axes: Sequence[Axis], device: torch.device) -> 
 
 
 def sharded_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The same ranks with one axis in place of "data" and "context": parameters are sharded over both. Collective, if there are both.
+    """A mesh of the same ranks with one axis in place of "data" and "context": parameters are sharded over both. Collective, if there are.
 
     Raises:
         ShardingError: A mesh with a context axis that lacks some ranks, or a "data" axis.
@@ -238,7 +238,7 @@ def resolve_mesh(mesh: DeviceMesh | None) -> Mesh:
 
 
 def _without_tensor_axis(mesh: DeviceMesh) -> DeviceMesh:
-    """With one rank along its tensor axis, a mesh is that of the other axes. Lightning's always has such an axis."""
+    """The mesh without a tensor axis of one rank, which Lightning's always have."""
     names = mesh.mesh_dim_names or ()
     alone = [name for dim, name in enumerate(names) if _ROLES.get(name) == TENSOR and mesh.size(dim) == 1]
     if not alone or mesh.ndim == 1:

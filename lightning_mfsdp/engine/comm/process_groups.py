@@ -1,4 +1,4 @@
-"""A default process group for a process that is alone, and the kind of device that a mesh is for if the user passes none."""
+"""Makes a default process group for a process that is alone, and says what device a mesh is for if the user passes none."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ def init_alone() -> None:
     device_type = accelerator_type()
     backend = dist.get_default_backend_for_device(device_type)
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    made = dist.group.WORLD
-    atexit.register(lambda: dist.destroy_process_group() if dist.group.WORLD is made else None)
+    own_group = dist.group.WORLD
+    # Not one that the program has made since.
+    atexit.register(lambda: dist.destroy_process_group() if dist.group.WORLD is own_group else None)
     _log.warning(
         "fully_shard: torch.distributed had no process group, so one was made for this process alone (%s). For several processes start "
         "the program with torchrun and call torch.distributed.init_process_group first.",

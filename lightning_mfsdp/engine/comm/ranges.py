@@ -1,4 +1,4 @@
-"""Ranges: what the engine does, by name, in a profile. Off by default.
+"""Ranges: names what the engine does in a profile, and in the error of a collective that fails. Profiles are off by default.
 
 `torch.profiler` shows them next to the kernels they launch; under `torch.autograd.profiler.emit_nvtx()` Nsight Systems does as well.
 """
@@ -24,11 +24,11 @@ class Ranges:
         enabled: Whether new ones are recorded; those that are open end in any case.
         open: Those that another hook ends.
         collectives: How many were begun.
-        told: Why another rank could not go on; empty if none has reported that.
+        peer_error: Why another rank could not go on; empty if none has reported that.
     """
 
-    def __init__(self, told: Callable[[], str] = str) -> None:
-        self.told = told
+    def __init__(self, peer_error: Callable[[], str] = str) -> None:
+        self.peer_error = peer_error
         self.enabled = False
         self.collectives = 0
         self._latest = ("", "")
@@ -60,8 +60,10 @@ class Ranges:
             self._around.pop().__exit__(kind, error, where)
         if error is not None and compat.is_lost_connection(error):
             rank = f"rank {dist.get_rank()}: " if dist.is_initialized() else ""
-            if told := self.told():
-                raise CollectiveError(f"{rank}{self.latest} failed, because another rank ended: {told}") from error
+            if peer_error := self.peer_error():
+                raise CollectiveError(
+                    f"{rank}{self.latest} failed, because another rank ended: {peer_error}"
+                ) from error
             raise CollectiveError(
                 f"{rank}{self.latest} failed, because another rank is gone or does something else. Look for the first error in "
                 "the output of the others. If there is none: all ranks must call the same, also full_tensor(), unshard, clip_grad_norm_ "

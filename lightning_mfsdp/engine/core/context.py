@@ -80,7 +80,7 @@ class Context:
         self.streams = Streams(device)
         self.order = GatherOrder.over(mesh.shard, device)
         self.order.expects = _expected(weakref.ref(self))
-        self.ranges = Ranges(self.order.told)
+        self.ranges = Ranges(self.order.peer_error)
         self.pool = SlotPool(device, pooled=pooled)
         self.lane = GatherLane(streams=self.streams, pool=self.pool, order=self.order, ranges=self.ranges)
         self.channels = Channels(device, symmetric=symmetric)

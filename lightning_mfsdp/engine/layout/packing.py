@@ -128,11 +128,11 @@ class _Search:
 
     def bases(self, limit: int) -> list[int]:
         """What shard lengths may be multiples of, largest first: least common multiples of row sizes."""
-        found = {self.unit}
+        multiples = {self.unit}
         for base in sorted(self.weight, key=lambda base: (-self.weight[base], base)):
-            grown = found | {joint for other in found if (joint := math.lcm(base, other)) < limit}
-            found = grown if len(grown) <= _MAX_BASES else found | {base}
-        return sorted(found, reverse=True)
+            grown = multiples | {joint for multiple in multiples if (joint := math.lcm(base, multiple)) < limit}
+            multiples = grown if len(grown) <= _MAX_BASES else multiples | {base}
+        return sorted(multiples, reverse=True)
 
     def lengths(self, bases: tuple[int, ...], limit: int, most: int) -> Iterator[_Lengths]:
         """Up to about `most` tuples of multiples of the bases that hold all elements and sum up to less than `limit`."""
