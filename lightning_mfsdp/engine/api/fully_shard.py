@@ -1,4 +1,4 @@
-"""The entry point: validate, find parameters, attach a unit."""
+"""fully_shard: checks a module, finds the parameters that it owns, and makes a unit with groups of them."""
 
 from __future__ import annotations
 
@@ -141,6 +141,7 @@ def fully_shard(
     refuse_unfit(whole, named, policy)
     refuse_parts(whole, named, resolved)
     refuse_ignored_parts(whole, ignored)
+    # Before any collective that moves values: between ranks with different models these would mix them up.
     check_same_model(whole, named, resolved, device)
     _share_buffers(whole, resolved, device)
     keep_fp32 = set[int]().union(*(fp32_parameters(member, policy) for member in members))
@@ -173,7 +174,9 @@ def fully_shard(
         symmetric=symmetric_memory,
         zeros_unused=unused_parameters == "zero",
     )
-    context.ignored = {id(one): weakref.ref(one) for one in whole.parameters() if id(one) in ignored}
+    context.ignored = {
+        id(parameter): weakref.ref(parameter) for parameter in whole.parameters() if id(parameter) in ignored
+    }
     _join(whole, unit, context)
     _borrow(unit, borrowed)
     unit.hook_inside()
@@ -183,7 +186,7 @@ def fully_shard(
 
 
 def mesh_device(mesh: Mesh) -> torch.device:
-    """Where this rank's shards live."""
+    """The device of this rank's shards: for CUDA the current one."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
@@ -213,7 +216,7 @@ def _members(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
 
 def _parameters_of(module: nn.Module, ignored: set[int]) -> tuple[list[Named], list[Named]]:
     """Parameters that the module will own, and those it shares with a unit that owns them; each once, with all its sites."""
-    own: dict[int, Named] = {}
+    owned: dict[int, Named] = {}
     shared: dict[int, Named] = {}
     for prefix, child in module.named_modules(remove_duplicate=True):
         inside_unit = child is not module and _is_inside_unit(module, prefix)
@@ -221,13 +224,13 @@ def _parameters_of(module: nn.Module, ignored: set[int]) -> tuple[list[Named], l
             if parameter is None or id(parameter) in ignored:
                 continue
             name = f"{prefix}.{key}" if prefix else key
-            found = owner_of(parameter)
-            if found is not None:
+            owner = owner_of(parameter)
+            if owner is not None:
                 if isinstance(parameter, ShardedParameter):
                     if inside_unit:
                         continue
-                    if not _is_around(found[0].unit(), module):  # a layer in two modules; each has a unit
-                        shared.setdefault(id(found[1].full), (name, cast("nn.Parameter", found[1].full), []))
+                    if not _is_around(owner[0].unit(), module):  # a layer in two modules; each has a unit
+                        shared.setdefault(id(owner[1].full), (name, cast("nn.Parameter", owner[1].full), []))
                         continue
                     raise ShardingError(
                         f"fully_shard: parameter {name} of {type(module).__name__} on rank {dist.get_rank()} is sharded "
@@ -236,13 +239,13 @@ def _parameters_of(module: nn.Module, ignored: set[int]) -> tuple[list[Named], l
                     )
                 shared.setdefault(id(parameter), (name, parameter, []))[2].append((child._parameters, key))
                 continue
-            own.setdefault(id(parameter), (name, parameter, []))[2].append((child._parameters, key))
-    return list(own.values()), list(shared.values())
+            owned.setdefault(id(parameter), (name, parameter, []))[2].append((child._parameters, key))
+    return list(owned.values()), list(shared.values())
 
 
 def _is_around(unit: Unit | None, module: nn.Module) -> bool:
     """Whether a unit's modules have one inside them; if they no longer exist, that cannot be known."""
-    return unit is None or any(inside is module for one in unit.modules for inside in one.modules())
+    return unit is None or any(part is module for member in unit.modules for part in member.modules())
 
 
 def _is_inside_unit(module: nn.Module, prefix: str) -> bool:
@@ -258,7 +261,7 @@ def _by_spec(
     named: Sequence[Named], policy: MixedPrecisionPolicy, keep_fp32: set[int]
 ) -> list[tuple[GroupSpec, list[Named]]]:
     """Groups of equal dtypes, equal `requires_grad` and one codec, in order of first appearance."""
-    found: dict[GroupSpec, list[Named]] = {}
+    by_spec: dict[GroupSpec, list[Named]] = {}
     for item in named:
         parameter = item[1]
         codec = policy.codec_for(parameter)
@@ -282,8 +285,8 @@ def _by_spec(
             whole=parameter.dim() == 0,
             codec=codec,
         )
-        found.setdefault(spec, []).append(item)
-    return list(found.items())
+        by_spec.setdefault(spec, []).append(item)
+    return list(by_spec.items())
 
 
 def _encode(
@@ -314,11 +317,11 @@ def _encode(
     return encoded
 
 
-# -- around them ------------------------------------------------------------------------------------------------------
+# -- buffers and padding -----------------------------------------------------------------------------------------------
 
 
 def _share_buffers(module: nn.Module, mesh: Mesh, device: torch.device) -> None:
-    """Buffers are not sharded; they are moved to the parameters' device and get the values of the mesh's first rank."""
+    """Move buffers, which are not sharded, to the parameters' device, and set them to the values of the mesh's first rank."""
     moved: dict[int, Tensor] = {}
     for prefix, child in module.named_modules():
         if prefix and _is_inside_unit(module, prefix):
@@ -347,8 +350,8 @@ def _join(module: nn.Module, unit: Unit, context: Context) -> None:
         nested = unit_of(child)
         if nested is not None and nested is not unit:
             names.setdefault(nested, []).append(name)
-    for nested, found in names.items():
-        nested.rename(found)
+    for nested, names_of_unit in names.items():
+        nested.rename(names_of_unit)
         nested.unhook_inside()
         refuse_other_mesh(nested, context)
         context.take_over(nested)
@@ -359,9 +362,9 @@ def _join(module: nn.Module, unit: Unit, context: Context) -> None:
 def _borrow(unit: Unit, shared: Sequence[Named]) -> None:
     """Tied weights across units: this unit uses groups that others own, and their parameters show under its names too."""
     for name, parameter, sites in shared:
-        found = owner_of(parameter)
-        assert found is not None, "only owned parameters are shared"
-        group, entry = found
+        owner = owner_of(parameter)
+        assert owner is not None, "only owned parameters are shared"
+        group, entry = owner
         owner = group.unit()
         if owner is None or group.mesh.device_mesh != unit.context.mesh.device_mesh:
             raise ShardingError(

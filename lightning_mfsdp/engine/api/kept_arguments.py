@@ -1,4 +1,4 @@
-"""With what arguments a module was sharded that is sharded already, for a caller that would shard it with others. They do not change."""
+"""Says with what arguments a module was sharded, for a caller that would shard it with others: they do not change."""
 
 from __future__ import annotations
 
@@ -26,13 +26,16 @@ class Divided(NamedTuple):
 
 
 def policy_of(module: nn.Module) -> MixedPrecisionPolicy | None:
-    """That of exactly this module; `None` if it was not given to `fully_shard`."""
+    """The policy of exactly this module; `None` if it was not given to `fully_shard`."""
     unit = unit_of(module)
     return None if unit is None else unit.policy
 
 
 def divided_over(module: nn.Module) -> Divided:
-    """Of the sharded modules inside `module`. Several have one tensor axis; layers of experts may be the only ones with an expert axis."""
+    """How the parameters of the sharded modules inside `module` are divided.
+
+    Several modules have one tensor axis; layers of experts may be the only ones with an expert axis.
+    """
     units = [unit for part in module.modules() if (unit := unit_of(part)) is not None]
     meshes = [group.mesh for unit in units for group in unit.groups]
     tensor = next((mesh.tensor.size for mesh in meshes if mesh.tensor is not None), 1)
@@ -55,10 +58,10 @@ def other_arguments(
     assert unit is not None, "callers ask whether it is sharded"
     context, mesh = unit.context, unit.context.mesh
     wanted = resolve_placement(sharding, outer_sharding, mesh.shard.size, mesh.outer.size if mesh.outer else 1)
-    groups = [group for one in context.units for group in one.groups]
+    groups = [group for unit_inside in context.units for group in unit_inside.groups]
     differ = {
-        "sharding": any(one.placement != one.placement_for(wanted) for one in groups if not one.spec.whole),
-        "offload": any(one.offloads != (offload is not None) for one in groups),
+        "sharding": any(group.placement != group.placement_for(wanted) for group in groups if not group.spec.whole),
+        "offload": any(group.offloads != (offload is not None) for group in groups),
         "unused_parameters": context.reductions.zeros_unused != (unused_parameters == "zero"),
     }
     return [name for name, differs in differ.items() if differs]

@@ -1,4 +1,4 @@
-"""Adopt an optimizer, with what its kind and its parameters need."""
+"""fully_shard_optimizer: adopts an optimizer, with the drivers that its class and its parameters need."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ class _Support:
         self._streamed: StreamedStep | None = None
 
     def writes_in_steps_alone(self, optimizer: Optimizer) -> bool:
-        """See `OptimizerSupport`."""
+        """True for Transformer Engine's FusedAdam."""
         return is_fused_adam(optimizer)
 
     def prepare(
         self, optimizer: Optimizer, held: Mapping[ParameterGroup, Sequence[Entry]], *, local: bool
     ) -> Sequence[OptimizerDriver]:
-        """See `OptimizerSupport`."""
+        """The drivers for remainders and for offloaded state. Parameters show decoupled gradients where the optimizer reads those."""
         if is_fused_adam(optimizer) and held:
             refuse_unfit_options(optimizer, list(held))
         decoupled = reads_decoupled_gradients(optimizer)

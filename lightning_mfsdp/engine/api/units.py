@@ -1,4 +1,4 @@
-"""A model and all its units in one call."""
+"""fully_shard_units: shards a model and all its units in one call, and initializes it unit by unit."""
 
 from __future__ import annotations
 

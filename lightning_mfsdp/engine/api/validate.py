@@ -1,4 +1,4 @@
-"""Checks of a module before it is sharded."""
+"""Refuses modules that cannot be sharded, with the name of the parameter or unit that is the reason."""
 
 from __future__ import annotations
 
@@ -173,12 +173,12 @@ def refuse_other_mesh(nested: Unit, context: Context) -> None:
 
 
 def _tensor_ranks(mesh: Mesh) -> list[int]:
-    """Those that compute the same data as this one."""
+    """The global ranks that compute the same data as this one."""
     return [dist.get_rank()] if mesh.tensor is None else dist.get_process_group_ranks(mesh.tensor.group)
 
 
 def check_same_model(module: nn.Module, named: Sequence[Named], mesh: Mesh, device: torch.device) -> None:
-    """Every rank must shard the same parameters, or collectives would mix different ones."""
+    """Raise a ShardingError unless every rank shards the same parameters: collectives would mix different ones."""
     lines = []
     for name, parameter, _ in named:
         part = part_of(parameter)

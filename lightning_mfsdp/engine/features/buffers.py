@@ -1,4 +1,4 @@
-"""Buffers are not sharded: every rank has its own, which its forwards write. These functions copy the first rank's values to all ranks.
+"""Copies the first rank's buffers to all ranks: buffers are not sharded, and every rank's forwards write its own.
 
 Buffers that each rank has for itself stay: a module lists them in `buffers_of_each_rank`, and those that DistributedDataParallel was set to
 ignore stay, too. Along the mesh's expert axis buffers differ as parameters do.
@@ -40,10 +40,10 @@ def broadcast_buffers(module: nn.Module) -> None:
     if root is None or not (mesh_of_root := root.context.mesh).all_axes:
         return
     ignored = compat.ddp_ignores(module)
-    found = [(name, buffer, mesh) for name, buffer, mesh in _buffers(module) if name not in ignored]
-    _check_alike([(name, buffer) for name, buffer, _ in found], mesh_of_root, root.context.device)
+    followed = [(name, buffer, mesh) for name, buffer, mesh in _buffers(module) if name not in ignored]
+    _check_alike([(name, buffer) for name, buffer, _ in followed], mesh_of_root, root.context.device)
     by_mesh: dict[DeviceMesh, tuple[Mesh, list[Tensor]]] = {}
-    for _, buffer, mesh in found:
+    for _, buffer, mesh in followed:
         by_mesh.setdefault(mesh.device_mesh, (mesh, []))[1].append(buffer)
     for mesh, buffers in by_mesh.values():
         share_from_first(buffers, mesh)
@@ -51,13 +51,13 @@ def broadcast_buffers(module: nn.Module) -> None:
 
 def share_from_first(tensors: Sequence[Tensor], mesh: Mesh) -> None:
     """Overwrite tensors of any dtype with those of the mesh's first rank, in few broadcasts of bytes. Collective."""
-    own = [one for tensor in tensors if (one := _own_memory(tensor.detach())).numel()]
-    with torch.no_grad(), _mode_of(own):
-        pieces = [one.contiguous() for one in own]
+    contents = [content for tensor in tensors if (content := _own_memory(tensor.detach())).numel()]
+    with torch.no_grad(), _mode_of(contents):
+        pieces = [content.contiguous() for content in contents]
         broadcast_from_first(pieces, mesh.replicated_axes)
-        for one, piece in zip(own, pieces, strict=True):
-            if piece.data_ptr() != one.data_ptr():  # a copy, because the tensor has gaps
-                one.copy_(piece)
+        for content, piece in zip(contents, pieces, strict=True):
+            if piece.data_ptr() != content.data_ptr():  # contiguous() made a copy, because the tensor has gaps
+                content.copy_(piece)
 
 
 def _mode_of(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
@@ -103,7 +103,7 @@ def _check_alike(buffers: Sequence[tuple[str, Tensor]], mesh: Mesh, device: torc
         everyones = [theirs for several in gathered for theirs in several]
     names = dict.fromkeys(name for theirs in everyones for name in theirs)
     differing = {name: {theirs.get(name, "none") for theirs in everyones} for name in names}
-    listed = [f"{name}: {' and '.join(sorted(found))}" for name, found in differing.items() if len(found) > 1]
+    listed = [f"{name}: {' and '.join(sorted(variants))}" for name, variants in differing.items() if len(variants) > 1]
     raise EngineStateError(
         f"buffers shall follow the first rank, and ranks have different ones: {'; '.join(listed[:4]) or 'in another order'} (of "
         f"{len(listed)}). Name buffers that each rank has for itself in buffers_of_each_rank of their module, or leave all as they are "

@@ -89,10 +89,10 @@ class AveragedWeights:
             compat.foreach_lerp_(averages, mains, 1.0 - decay)
         else:
             for average, main in zip(averages, mains, strict=True):
-                here = average.to(main.device, non_blocking=True)
-                here.lerp_(main.to(self.dtype), 1.0 - decay)
-                if here is not average:
-                    average.copy_(here, non_blocking=True)
+                on_device = average.to(main.device, non_blocking=True)
+                on_device.lerp_(main.to(self.dtype), 1.0 - decay)
+                if on_device is not average:
+                    average.copy_(on_device, non_blocking=True)
         trained = [source for source in self._waiting if source.shown.requires_grad]
         if trained:
             for source in trained:
@@ -126,15 +126,18 @@ class AveragedWeights:
         """Averages and their weights, as lists for fused operations; rows that this rank does not have are left out."""
         sources = self._sources or []
         self._waiting = [source for source in sources if source.name not in self._averages]
-        found = [(self._averages[source.name], source.main) for source in sources if source.name in self._averages]
-        self._pairs = ([one for one, _ in found if one.numel()], [main for _, main in found if main.numel()])
+        pairs = [(self._averages[source.name], source.main) for source in sources if source.name in self._averages]
+        self._pairs = (
+            [average for average, _ in pairs if average.numel()],
+            [main for _, main in pairs if main.numel()],
+        )
 
     def _copy(self, value: Tensor) -> Tensor:
         """Copy a weight to the average's dtype and device."""
         place = torch.device(self.device or value.device)
         with torch.inference_mode(False):
-            made = torch.empty(value.shape, dtype=self.dtype, device=place, pin_memory=place != value.device)
-            return made.copy_(value, non_blocking=True)
+            copied = torch.empty(value.shape, dtype=self.dtype, device=place, pin_memory=place != value.device)
+            return copied.copy_(value, non_blocking=True)
 
     def release(self) -> None:
         """Release the module's memory; the average stays."""
@@ -156,8 +159,8 @@ class AveragedWeights:
         with torch.inference_mode(False):
             for average, main in zip(*self._pairs, strict=True):
                 place = average.device
-                own = torch.empty(main.shape, dtype=main.dtype, device=place, pin_memory=place != main.device)
-                self._own.append(own.copy_(main, non_blocking=True))
+                saved = torch.empty(main.shape, dtype=main.dtype, device=place, pin_memory=place != main.device)
+                self._own.append(saved.copy_(main, non_blocking=True))
                 main.copy_(average, non_blocking=True)
         context.weights_changed()
 
@@ -167,8 +170,8 @@ class AveragedWeights:
         if self._own is None:
             return
         with torch.inference_mode(False):
-            for own, main in zip(self._own, self._pairs[1], strict=True):
-                main.copy_(own, non_blocking=True)
+            for saved, main in zip(self._own, self._pairs[1], strict=True):
+                main.copy_(saved, non_blocking=True)
         self._own = None
         context = context_of(self.module)
         context.shown_averages.discard(self)
@@ -203,11 +206,11 @@ class AveragedWeights:
             if (place := place_of(view.dtensor)) is not None
         }
         averages = self.rows()
-        found = dict(state)
+        averaged = dict(state)
         for key, value in state.items():
             place = place_of(value) if isinstance(value, Tensor) else None
             name = names.get((id(place[0]), place[1])) if place is not None else key
             if name in averages:
                 average = averages[name]
-                found[key] = Rows.over(average.to(value.device), value) if isinstance(value, Rows) else average
-        return found
+                averaged[key] = Rows.over(average.to(value.device), value) if isinstance(value, Rows) else average
+        return averaged

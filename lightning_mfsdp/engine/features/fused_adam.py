@@ -1,4 +1,4 @@
-"""Transformer Engine's FusedAdam, known by its name: it works element by element, and some of its options would give wrong results here.
+"""Recognizes Transformer Engine's FusedAdam, by its name: it works element by element, but some of its options would be wrong here.
 
 Source: `transformer_engine.pytorch.optimizers.fused_adam`, version 2.20.
 """
@@ -49,14 +49,15 @@ class Remainders:
     """An `OptimizerDriver`: remainders begin at zero where a checkpoint had only moments. The library creates all of a state or none."""
 
     def begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before a step."""
-        for parameter in (one for group in optimizer.param_groups for one in group["params"]):
-            state = optimizer.state.get(parameter)
-            if state and parameter.dtype is torch.bfloat16 and _REMAINDER not in state:
-                state[_REMAINDER] = torch.zeros_like(parameter, dtype=torch.int16)
+        """Add remainders of zero to the state of bfloat16 parameters that lacks them."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                state = optimizer.state.get(parameter)
+                if state and parameter.dtype is torch.bfloat16 and _REMAINDER not in state:
+                    state[_REMAINDER] = torch.zeros_like(parameter, dtype=torch.int16)
 
     def end(self, optimizer: Optimizer) -> bool:
-        """After a step."""
+        """Nothing is left to do after a step; each is the user's."""
         return True
 
 
@@ -87,13 +88,13 @@ def refuse_unfit_options(optimizer: Any, groups: Sequence[ParameterGroup]) -> No
 
 def _refuse_old_library() -> None:
     try:
-        found = version("transformer_engine")
+        installed = version("transformer_engine")
     except PackageNotFoundError:  # built by hand: its version is unknown
         return
-    if tuple(int(part) for part in found.split(".")[:2]) < _PASSES_OVER_EMPTY:
+    if tuple(int(part) for part in installed.split(".")[:2]) < _PASSES_OVER_EMPTY:
         raise ShardingError(
-            f"fully_shard_optimizer: FusedAdam of Transformer Engine {found} leaves out updates where a rank has no rows of a parameter; "
-            "install version 2.20 or later, or use torch.optim.AdamW(fused=True)"
+            f"fully_shard_optimizer: FusedAdam of Transformer Engine {installed} leaves out updates where a rank has no rows of a "
+            "parameter; install version 2.20 or later, or use torch.optim.AdamW(fused=True)"
         )
 
 

@@ -1,4 +1,4 @@
-"""GradientWatch: on which rank, in which unit and parameter a gradient became NaN or infinite. It checks before the reduction.
+"""GradientWatch: finds on which rank, in which unit and parameter a gradient became NaN or infinite, by a check before the reduction.
 
     backward of a unit     the largest absolute value of each parameter's own gradient on this rank, kept on the device
     end of a backward      which of them are not finite, with this rank and microbatch: of several the earliest microbatch counts
@@ -59,7 +59,7 @@ class NonFiniteParameter:
 
     @property
     def ranks(self) -> str:
-        """For messages."""
+        """The ranks in words, such as "rank 2" or "ranks 0 to 3", for messages."""
         return _described(self.first_rank, self.last_rank)
 
 
@@ -85,16 +85,16 @@ class NonFiniteGradients:
         lines = [f"non-finite gradients in step {self.step}"]
         if self.parameters:
             first = self.parameters[0]
-            where = _described(
-                min(one.first_rank for one in self.parameters), max(one.last_rank for one in self.parameters)
-            )
+            lowest_rank = min(parameter.first_rank for parameter in self.parameters)
+            highest_rank = max(parameter.last_rank for parameter in self.parameters)
             lines[0] += (
-                f", microbatch {first.microbatch}: {len(self.parameters)} parameters, on {where}; first unit in backward order: "
-                f"{first.unit or '(root)'}, on {first.ranks}"
+                f", microbatch {first.microbatch}: {len(self.parameters)} parameters, on {_described(lowest_rank, highest_rank)}; first "
+                f"unit in backward order: {first.unit or '(root)'}, on {first.ranks}"
             )
-        for one in self.parameters[:_MAX_LINES]:
-            when = f" in microbatch {one.microbatch}" if one.microbatch != self.parameters[0].microbatch else ""
-            lines.append(f"  {one.name} (unit {one.unit or '(root)'}): {one.kind} on {one.ranks}{when}")
+            for parameter in self.parameters[:_MAX_LINES]:
+                place = f"{parameter.name} (unit {parameter.unit or '(root)'})"
+                later = "" if parameter.microbatch == first.microbatch else f" in microbatch {parameter.microbatch}"
+                lines.append(f"  {place}: {parameter.kind} on {parameter.ranks}{later}")
         if len(self.parameters) > _MAX_LINES:
             lines.append(f"  and {len(self.parameters) - _MAX_LINES} more")
         lines += [
@@ -170,12 +170,12 @@ class GradientWatch:
         self._free: list[Tensor] = []
         self._places = _Places((), ())
         self._follow_units()
-        self._context.reductions.watches.append(self._look)
+        self._context.reductions.watches.append(self._note_unit)
 
     def close(self) -> None:
         """Stop watching. What was submitted can still be read."""
-        if self._look in self._context.reductions.watches:
-            self._context.reductions.watches.remove(self._look)
+        if self._note_unit in self._context.reductions.watches:
+            self._context.reductions.watches.remove(self._note_unit)
 
     # -- in a step -----------------------------------------------------------------------------------------------------
 
@@ -225,11 +225,11 @@ class GradientWatch:
         Args:
             wait: Wait for the results that are still under way. Otherwise a later call returns them.
         """
-        found = []
+        reports = []
         while self._pending and (wait or self._pending[0].is_there):
             if (report := self._read(self._pending.popleft())) is not None:
-                found.append(report)
-        return found
+                reports.append(report)
+        return reports
 
     def check(self, parameters: Iterable[Tensor] | None = None, *, step: int = 0) -> NonFiniteGradients | None:
         """`submit`, and wait for the result: `None` if all is finite. The same on all ranks; collective."""
@@ -251,8 +251,8 @@ class GradientWatch:
             self._largest = torch.zeros(places.count, dtype=torch.float64, device=device)
             self._first = torch.zeros(2, places.count, dtype=torch.int64, device=device)
 
-    def _look(self, unit: Unit) -> None:
-        """The gradients of a unit have arrived, and are not reduced yet."""
+    def _note_unit(self, unit: Unit) -> None:
+        """Keep the largest values of a unit's gradients, which have arrived and are not reduced yet."""
         with torch.no_grad():
             for group in unit.groups:
                 start = self._places.starts.get(group)
@@ -278,21 +278,23 @@ class GradientWatch:
         wanted: dict[ParameterGroup, list[int] | None] = dict.fromkeys(groups)
         if parameters is not None:
             chosen: dict[ParameterGroup, list[int]] = {}
-            given = list(parameters)
-            for place in map(place_of, given):
+            chosen_parameters = list(parameters)
+            for place in map(place_of, chosen_parameters):
                 if place is not None:
                     chosen.setdefault(place[0], []).append(place[1])
             wanted = {group: sorted(set(chosen.get(group, ()))) for group in groups}
-            known = {id(parameter) for parameter in given}
-            whole = [parameter for parameter in whole if id(parameter) in known]
+            chosen_ids = {id(parameter) for parameter in chosen_parameters}
+            whole = [parameter for parameter in whole if id(parameter) in chosen_ids]
         parts = [local_gradients(group, wanted[group]) for group in groups]
         parts.append([grad for parameter in whole if (grad := _plain(parameter.grad)) is not None and grad.numel()])
         flat = [tensor for part in parts for tensor in part]
         norms = iter(compat.foreach_norm(flat, float("inf")) if flat else ())
         largest = []
         for part in parts:
-            found = [next(norms) for _ in part]
-            largest.append(self._zero if not found else found[0] if len(found) == 1 else torch.stack(found).amax())
+            if len(part) > 1:
+                largest.append(torch.stack([next(norms) for _ in part]).amax())
+            else:
+                largest.append(next(norms) if part else self._zero)
         return torch.isfinite(torch.stack(largest)).logical_not()
 
     def _host_table(self, like: Tensor) -> Tensor:
@@ -309,9 +311,9 @@ class GradientWatch:
         if pending.ready is not None:
             pending.ready.synchronize()
         places = pending.places
-        found = self._report(pending) if bool(pending.table[2 * places.count :].any()) else None
+        report = self._report(pending) if bool(pending.table[2 * places.count :].any()) else None
         self._free.append(pending.table)
-        return found
+        return report
 
     def _report(self, pending: _Pending) -> NonFiniteGradients:
         places = pending.places
@@ -320,7 +322,7 @@ class GradientWatch:
         names = {id(view.local): (view.name, view.unit) for view in sharded_parameters(self._module)}
         names_of_whole = {id(parameter): name for name, parameter in self._module.named_parameters()}
         order = [unit.name for unit in self._context.units_in_backward_order]
-        found: list[NonFiniteParameter] = []
+        non_finite: list[NonFiniteParameter] = []
         reduced_only: list[str] = []
         for group, is_bad in zip([*places.groups, None], flags, strict=True):
             if not is_bad:
@@ -343,15 +345,16 @@ class GradientWatch:
                 for index, (name, unit) in enumerate(named, start=start)
                 if lowest[index]
             ]
-            found += seen
+            non_finite += seen
             if not seen and named[0][1] not in reduced_only:
                 reduced_only.append(named[0][1])
 
-        def earliest(one: NonFiniteParameter) -> tuple[int, int, str]:
-            return one.microbatch, order.index(one.unit) if one.unit in order else len(order), one.name
+        def earliest(parameter: NonFiniteParameter) -> tuple[int, int, str]:
+            place = order.index(parameter.unit) if parameter.unit in order else len(order)
+            return parameter.microbatch, place, parameter.name
 
         return NonFiniteGradients(
-            step=pending.step, parameters=tuple(sorted(found, key=earliest)), reduced_only=tuple(reduced_only)
+            step=pending.step, parameters=tuple(sorted(non_finite, key=earliest)), reduced_only=tuple(reduced_only)
         )
 
 

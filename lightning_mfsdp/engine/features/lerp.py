@@ -48,10 +48,10 @@ def lerp_(targets: nn.Module | Iterable[Tensor], sources: nn.Module | Iterable[T
     """
     if type(weight) not in (int, float) or not math.isfinite(weight):
         raise ShardingError(f"lerp_: weight: expected a finite number, such as 1 - momentum, got {weight!r}")
-    found = _pairs(targets, sources)
-    rows, contexts = _rows_of_sources(found), dict[int, Context]()
+    pairs = _pairs(targets, sources)
+    rows, contexts = _rows_of_sources(pairs), dict[int, Context]()
     alike: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]] = {}
-    for pair, source in zip(found, rows, strict=True):
+    for pair, source in zip(pairs, rows, strict=True):
         target = pair.target.detach() if pair.target_entry is None else pair.target_entry.local.detach()
         if target.numel():
             starts, ends = alike.setdefault((target.dtype, target.device), ([], []))
@@ -69,7 +69,7 @@ def lerp_(targets: nn.Module | Iterable[Tensor], sources: nn.Module | Iterable[T
 
 
 def _rows_of_sources(pairs: list[_Pair]) -> list[Tensor]:
-    """Of each source, the rows that this rank has of the target; all where the target is not sharded."""
+    """The rows of each source that this rank has of its target; all rows where the target is not sharded."""
     rows: list[Tensor | None] = []
     away = []
     for pair in pairs:
@@ -85,7 +85,7 @@ def _rows_of_sources(pairs: list[_Pair]) -> list[Tensor]:
             rows.append(None)
             away.append((source.sharded, target.sharded))
     fetched = iter(rows_where(away))
-    return [next(fetched) if here is None else here for here in rows]
+    return [next(fetched) if local_rows is None else local_rows for local_rows in rows]
 
 
 def _pairs(targets: nn.Module | Iterable[Tensor], sources: nn.Module | Iterable[Tensor]) -> list[_Pair]:
@@ -98,7 +98,7 @@ def _pairs(targets: nn.Module | Iterable[Tensor], sources: nn.Module | Iterable[
                 f"lerp_: the sources ({type(sources).__name__}) have no parameters {', '.join(lacking[:4])}, which the targets "
                 f"({type(targets).__name__}) have; pass the parts that correspond, or lists of parameters"
             )
-        met: list[tuple[str, Tensor, Tensor]] = [(name, target, by_name[name]) for name, target in named]
+        matched: list[tuple[str, Tensor, Tensor]] = [(name, target, by_name[name]) for name, target in named]
     else:
         first = list(targets.parameters() if isinstance(targets, nn.Module) else targets)
         second = list(sources.parameters() if isinstance(sources, nn.Module) else sources)
@@ -107,14 +107,15 @@ def _pairs(targets: nn.Module | Iterable[Tensor], sources: nn.Module | Iterable[
                 f"lerp_: expected as many sources as targets, got {len(second)} and {len(first)}; where one model has more layers, pass "
                 "modules, whose parameters are matched by name, or the parts that correspond"
             )
-        met = [(f"number {index}", *pair) for index, pair in enumerate(zip(first, second, strict=True))]
-    return [_pair(*one) for one in met]
+        matched = [(f"number {index}", *pair) for index, pair in enumerate(zip(first, second, strict=True))]
+    return [_pair(*names_and_tensors) for names_and_tensors in matched]
 
 
 def _pair(name: str, target: Tensor, source: Tensor) -> _Pair:
-    entries = [None if (owned := owner_of(one)) is None else owned[1] for one in (target, source)]
+    entries = [None if (owned := owner_of(tensor)) is None else owned[1] for tensor in (target, source)]
     shapes = [
-        tuple(one.shape if entry is None else entry.shape) for one, entry in zip((target, source), entries, strict=True)
+        tuple(tensor.shape if entry is None else entry.shape)
+        for tensor, entry in zip((target, source), entries, strict=True)
     ]
     if shapes[0] != shapes[1]:
         raise ShardingError(

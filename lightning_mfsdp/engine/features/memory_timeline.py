@@ -60,7 +60,7 @@ class MemorySample:
 
     @property
     def peak_rest(self) -> int | None:
-        """The same at the peak, if the other kinds did not change since the sample before; `None` on a CPU."""
+        """`rest` at the peak, if the other kinds did not change since the sample before; `None` on a CPU."""
         return None if self.peak is None else max(0, self.peak + self.outside - self.known)
 
 
@@ -94,14 +94,14 @@ class MemoryTimeline:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     def __enter__(self) -> MemoryTimeline:
-        """`begin`."""
+        """Add the hooks, and take the first sample, as `begin` does."""
         self.begin()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """`close`."""
+        """Remove the hooks, as `close` does; samples stay."""
         self.close()
 
     def begin(self) -> None:
@@ -115,16 +115,21 @@ class MemoryTimeline:
         self.sample("step begins")
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks. Samples can still be read."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._context.reductions.watches.remove(self._on_backward)
 
     def sample(self, unit: str, phase: str = "") -> MemorySample:
-        """Take one."""
+        """Take a sample now, and add it to `samples`.
+
+        Args:
+            unit: Its name in the timeline.
+            phase: What happens there.
+        """
         device = self._context.device
-        groups = [group for one in units_in(self._module) for group in one.groups]
+        groups = [group for unit_inside in units_in(self._module) for group in unit_inside.groups]
         on_device = [group for group in groups if all(part.device == device for part in group.main.segments)]
         unsharded = self._context.pool.allocated_bytes
         counts = device.type == "cuda"

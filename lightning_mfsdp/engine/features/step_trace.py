@@ -1,4 +1,4 @@
-"""The collective operations of a forward-only step, in order, so that a rank without data can repeat them without computing.
+"""Records the collective operations of a forward-only step, so that a rank without data can repeat them without computing.
 
 Ranks issue the same collectives or wait for each other forever. Which gathers a forward issues, also prefetched ones, follows from
 the order in which units begin and end. A rank that has run out of batches repeats that order once for every step of the others.

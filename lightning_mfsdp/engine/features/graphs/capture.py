@@ -1,4 +1,4 @@
-"""A whole training step as one CUDA graph: forward, backward, reductions, clipping, optimizer and the casts of the next gathers.
+"""capture_step: a whole training step as one CUDA graph: forward, backward, reductions, clipping, optimizer, casts of the next gathers.
 
 Values that `step` computes on the host (a learning rate, a coefficient) would be frozen; learning rates are therefore kept in
 tensors, which schedulers write to. See recording.py for what every graph needs, and captured_loss.py for graphs that leave the
@@ -79,16 +79,16 @@ class CapturedStep(Recording):
 
     @property
     def device(self) -> torch.device:
-        """Where the step runs."""
+        """The CUDA device that the step runs on."""
         return self._context.device
 
     @property
     def is_captured(self) -> bool:
-        """Whether calls replay the graph."""
+        """Whether the step is recorded, so that calls replay the graph."""
         return self._replayable is not None
 
     def __call__(self, *inputs: Any) -> Any:
-        """One training step; see `capture_step`."""
+        """Run one training step, or replay it. Takes and returns what `capture_step` says."""
         if self._replayable is None and self._is_due(inputs):
             self._record(inputs)
         if self._replayable is None or not self._fits(inputs):

@@ -1,4 +1,4 @@
-"""The forward of a loss and its backward as two CUDA graphs. What comes after the backward stays ordinary Python.
+"""capture_loss: the forward of a loss and its backward as two CUDA graphs; what comes after the backward stays ordinary Python.
 
 Clipping, the optimizer, schedules and code that reads gradients in between need no changes, so a training loop from elsewhere
 (Lightning's) keeps working. Only a few launches a step are left to the host: the graphs, and those of the optimizer.
@@ -86,11 +86,11 @@ class CapturedLoss(Recording):
 
     @property
     def is_captured(self) -> bool:
-        """Whether calls replay the graphs."""
+        """Whether forward and backward are recorded, so that calls replay the graphs."""
         return self._forward is not None
 
     def __call__(self, *inputs: Any) -> Any:
-        """One forward; see `capture_loss`."""
+        """Run one forward, or replay it. Takes and returns what `capture_loss` says."""
         self._refuse_held_back()
         if self._forward is None and self._is_due(inputs):
             self._record(inputs)
@@ -116,7 +116,7 @@ class CapturedLoss(Recording):
     def _refuse_held_back(self) -> None:
         """What `no_sync` holds back would be reduced in the recording and never again."""
         context = self._context
-        if context.reductions.sync is not Sync.ALL or any(one.is_accumulating for one in context.gradients):
+        if context.reductions.sync is not Sync.ALL or any(gradients.is_accumulating for gradients in context.gradients):
             raise EngineStateError(
                 f"{self._caller}: no_sync holds gradients back, but the graph of a backward reduces in every backward; leave no_sync out"
             )
@@ -207,7 +207,7 @@ class CapturedLoss(Recording):
     def _remember_gradients(self) -> None:
         """Which gradients a backward leaves, and where."""
         self._shown = [(local, local.grad) for local in self._locals() if local.grad is not None]
-        self._shown_whole = [(one, one.grad) for one in self._whole() if one.grad is not None]
+        self._shown_whole = [(parameter, parameter.grad) for parameter in self._whole() if parameter.grad is not None]
 
     @contextmanager
     def _same_state(self) -> Iterator[None]:
@@ -222,9 +222,9 @@ class CapturedLoss(Recording):
                 if module._buffers.get(name) is not buffer:
                     replaced.append((module, f"buffer {name}"))
                     module._buffers[name] = buffer  # the new one was recorded, not computed
-        for module, known in zip(self._modules, before, strict=True):
+        for module, state_before in zip(self._modules, before, strict=True):
             now = _own_state(module)
-            replaced += [(module, name) for name in now if now[name] != known.get(name)]
+            replaced += [(module, name) for name in now if now[name] != state_before.get(name)]
         if replaced:
             module, name = replaced[0]
             raise EngineStateError(

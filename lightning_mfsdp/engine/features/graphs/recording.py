@@ -98,11 +98,11 @@ class Recording:
         torch.cuda.empty_cache()
         reserved = torch.cuda.memory_reserved(device)
         yield
-        self._say_what_is_unused()
+        self._warn_of_unused()
         context.forget_events()
         self.pool_bytes = torch.cuda.memory_reserved(device) - reserved
 
-    def _say_what_is_unused(self) -> None:
+    def _warn_of_unused(self) -> None:
         if self._context.reductions.zeros_unused:
             return
         names = [
@@ -176,15 +176,15 @@ class Recording:
 
     def _fill(self, inputs: Any) -> None:
         """Copy a call's inputs to where the graph reads them."""
-        for static, given in zip(tensors_in(self._inputs), tensors_in(inputs), strict=True):
-            static.copy_(given, non_blocking=True)
+        for static, tensor in zip(tensors_in(self._inputs), tensors_in(inputs), strict=True):
+            static.copy_(tensor, non_blocking=True)
 
     def _fits(self, inputs: Any) -> bool:
         """Whether a replay would do what this call requires; if not, a warning gives the reason."""
-        wanted, found = _described(self._inputs), _described(inputs)
-        if wanted != found:
+        wanted, described = _described(self._inputs), _described(inputs)
+        if wanted != described:
             warnings.warn(
-                f"{self._caller}: recorded with inputs {wanted}, called with {found}; this call runs as it is, slower and with "
+                f"{self._caller}: recorded with inputs {wanted}, called with {described}; this call runs as it is, slower and with "
                 "memory of its own. Pad batches to one shape, drop the last one, and leave out of them what is no tensor and changes",
                 stacklevel=3,
             )
@@ -244,6 +244,6 @@ def _line_of(error: BaseException) -> str:
     """Location in the user's code: the innermost frame outside this package and installed ones."""
     frames = traceback.extract_tb(error.__traceback__)
     foreign = (_PACKAGE, *site.getsitepackages(), os.path.dirname(inspect.getfile(torch)))
-    own = [frame for frame in frames if not frame.filename.startswith(foreign)]
-    chosen = (own or list(frames))[-1]
+    user_frames = [frame for frame in frames if not frame.filename.startswith(foreign)]
+    chosen = (user_frames or list(frames))[-1]
     return f"{chosen.filename}:{chosen.lineno} ({chosen.line})"

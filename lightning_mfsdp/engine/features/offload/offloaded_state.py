@@ -1,4 +1,4 @@
-"""Optimizer state in host memory between steps: the tensors shaped like their parameters, of one optimizer and group, in one buffer."""
+"""OffloadedState: keeps an optimizer's state of one group in a buffer of host memory between steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["OffloadedState", "StateTensor", "empty_at_rest", "put_to_rest", "sta
 
 @dataclass(frozen=True, eq=False)
 class StateTensor:
-    """`optimizer.state[local][key]`, shaped like `local`."""
+    """A tensor of an optimizer's state, `optimizer.state[local][key]`, which has a number for each number of `local`."""
 
     local: nn.Parameter
     key: str
@@ -25,14 +25,14 @@ class StateTensor:
 
 def state_of(optimizer: Optimizer, group: ParameterGroup) -> list[StateTensor]:
     """What an optimizer keeps for each number of a group's parameters at the moment. Counters and other small values are excluded."""
-    found = []
+    state_tensors = []
     for entry in group.entries:
         local = entry.local
         for key, value in optimizer.state.get(local, {}).items():
             like_it = isinstance(value, Tensor) and value.shape == local.shape and value.device == local.device
             if like_it and value.dim() and value.numel():
-                found.append(StateTensor(local, key, value))
-    return found
+                state_tensors.append(StateTensor(local, key, value))
+    return state_tensors
 
 
 class OffloadedState:
@@ -43,10 +43,10 @@ class OffloadedState:
         at_rest: How the optimizer's table shows them between steps: as tensors of the device.
     """
 
-    def __init__(self, tensors: list[StateTensor], device: torch.device) -> None:
-        self._keys = [(one.local, one.key) for one in tensors]
-        self._kinds = [(one.tensor.dtype, one.tensor.shape) for one in tensors]
-        size_bytes = sum(aligned(one.tensor.numel() * one.tensor.element_size()) for one in tensors)
+    def __init__(self, state_tensors: list[StateTensor], device: torch.device) -> None:
+        self._keys = [(state_tensor.local, state_tensor.key) for state_tensor in state_tensors]
+        self._kinds = [(state_tensor.tensor.dtype, state_tensor.tensor.shape) for state_tensor in state_tensors]
+        size_bytes = sum(aligned(shape.numel() * dtype.itemsize) for dtype, shape in self._kinds)
         self.memory = HostMemory(size_bytes, device)
         self.at_rest = self.views_in(self.memory.seen)
 
@@ -60,17 +60,17 @@ class OffloadedState:
                 start = aligned(stop)
         return views
 
-    def is_all(self, found: list[StateTensor], views: list[Tensor]) -> bool:
+    def is_all(self, state_tensors: list[StateTensor], views: list[Tensor]) -> bool:
         """Whether `found` is exactly this state, in `views`."""
-        return len(found) == len(views) and all(
-            one.tensor is view and one.local is local and one.key == key
-            for one, view, (local, key) in zip(found, views, self._keys, strict=True)
+        return len(state_tensors) == len(views) and all(
+            state_tensor.tensor is view and state_tensor.local is local and state_tensor.key == key
+            for state_tensor, view, (local, key) in zip(state_tensors, views, self._keys, strict=True)
         )
 
-    def take(self, tensors: list[StateTensor]) -> None:
+    def take(self, state_tensors: list[StateTensor]) -> None:
         """Copy the tensors it was made for to host memory, on the current stream, without waiting."""
-        for one, room in zip(tensors, self.views_in(self.memory.host), strict=True):
-            room.copy_(one.tensor, non_blocking=True)
+        for state_tensor, room in zip(state_tensors, self.views_in(self.memory.host), strict=True):
+            room.copy_(state_tensor.tensor, non_blocking=True)
 
     def show(self, optimizer: Optimizer, views: list[Tensor]) -> None:
         """Put `views` into the optimizer's table."""

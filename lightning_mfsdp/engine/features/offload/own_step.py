@@ -35,7 +35,7 @@ class OwnStep:
         self._options = [_Options(group) for group in optimizer.param_groups]
 
     def __call__(self) -> None:
-        """Step one part."""
+        """Step the parameters that show a gradient now, and restore the options of parameter groups."""
         self._step(self.optimizer, *self._args, **self._kwargs)
         for options in self._options:
             options.put_back()

@@ -1,4 +1,4 @@
-"""A staged group: the main weight and the optimizer's state of one group on the device, for as long as it takes to step them.
+"""StagedGroup: copies the main weight and the optimizer's state of one group to the device for as long as it takes to step them.
 
     host memory  --copy in-->  staging area  --the optimizer steps, the compute shard is cast-->  staging area  --copy out-->  host memory
 
@@ -42,13 +42,13 @@ class StagedGroup:
         self._views: list[Tensor] = []
 
     @property
-    def known_group(self) -> ParameterGroup | None:
-        """Weak reference to its group."""
+    def living_group(self) -> ParameterGroup | None:
+        """The group that is staged, `None` once it was deleted."""
         return self._group()
 
     @property
     def group(self) -> ParameterGroup:
-        """Its group, during a step."""
+        """The group that is staged, for use during a step, which keeps it alive."""
         group = self._group()
         assert group is not None, "the step keeps it alive"
         return group
@@ -79,7 +79,7 @@ class StagedGroup:
             self.state.show(optimizer, self._views)
 
     def finish(self, optimizer: Optimizer) -> list[StateTensor]:
-        """After the step: bring the compute shard up to date.
+        """Bring the compute shard up to date after the step.
 
         Returns:
             All state, if it does not fit what was staged (it is new, or some was added or removed); otherwise nothing.
@@ -88,8 +88,8 @@ class StagedGroup:
             self.group.weights.cast_from(self._main)
         if self.state is not None:
             self.state.keep_in(optimizer, self._views)
-        found = state_of(optimizer, self.group)
-        return found if self.state is None or not self.state.is_all(found, self._views) else []
+        state_tensors = state_of(optimizer, self.group)
+        return state_tensors if self.state is None or not self.state.is_all(state_tensors, self._views) else []
 
     def take_back(self, *, with_state: bool) -> None:
         """Copy to host memory, on the current stream."""
@@ -157,13 +157,15 @@ class Chunk:
                 room = together_bytes - staged.size_bytes
             together[-1].append(staged)
         sizes = [sum(staged.size_bytes for staged in members) for members in together]
-        made = [Area(Slot(max(sizes[turn::areas]), device, fixed=False)) for turn in range(min(areas, len(sizes)))]
-        chunks = [Chunk(members, made[number % areas]) for number, members in enumerate(together)]
+        staging_areas = [
+            Area(Slot(max(sizes[turn::areas]), device, fixed=False)) for turn in range(min(areas, len(sizes)))
+        ]
+        chunks = [Chunk(members, staging_areas[number % areas]) for number, members in enumerate(together)]
         for chunk in chunks:
             start = 0
             for staged in chunk.staged_groups:
                 staged.place(chunk.area.slot.memory[start : start + staged.size_bytes])
                 start += staged.size_bytes
-        for area in made:
+        for area in staging_areas:
             area.slot.discard()  # views stay valid
         return chunks

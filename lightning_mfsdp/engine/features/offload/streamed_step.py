@@ -59,14 +59,14 @@ class StreamedStep:
         Raises:
             ShardingError: It cannot be stepped in chunks.
         """
-        places = (place_of(one) for group in optimizer.param_groups for one in group["params"])
+        places = (place_of(parameter) for group in optimizer.param_groups for parameter in group["params"])
         groups = {place[0]: None for place in places if place is not None and place[0].offloads}
         _refuse_unfit(optimizer)
         for group in groups:
             self._offload_if_new(optimizer, group)
 
     def begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Before a step: its arguments with a closure that does the step; `None` for a part of one."""
+        """A step begins: returns its arguments with a closure that does the step; `None` for a part of one."""
         if self._is_running:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -93,7 +93,7 @@ class StreamedStep:
         return args, {**kwargs, "closure": evaluate_and_step}
 
     def end(self, optimizer: Optimizer) -> bool:
-        """After a step: restore the gradients. Returns whether it was the user's step and not one of its parts.
+        """A step has ended: restore the gradients. Returns whether it was the user's step and not one of its parts.
 
         Raises:
             EngineStateError: The optimizer did not call the closure.
@@ -114,7 +114,7 @@ class StreamedStep:
     def _run(self, own_step: OwnStep) -> None:
         """Step everything that has a gradient, and leave all gradients hidden."""
         by_group, others = _with_gradients(own_step.optimizer)
-        self._hide_gradients([*(one for members in by_group.values() for one in members), *others])
+        self._hide_gradients([*(parameter for members in by_group.values() for parameter in members), *others])
         self._is_running = True
         try:
             for group in by_group:
@@ -159,8 +159,8 @@ class StreamedStep:
     def _plan(self, groups: list[ParameterGroup]) -> list[Chunk]:
         """Chunks of these groups, in this order; the same as in the last step if that can be."""
         wanted = [(group, self._states.get(group)) for group in groups]
-        known = [(staged.known_group, staged.state) for chunk in self._chunks for staged in chunk.staged_groups]
-        if wanted != known:
+        planned = [(staged.living_group, staged.state) for chunk in self._chunks for staged in chunk.staged_groups]
+        if wanted != planned:
             staged_groups = [StagedGroup(group, state) for group, state in wanted]
             device = groups[0].device
             self._chunks = Chunk.plan(staged_groups, device, together_bytes=_TOGETHER_BYTES, areas=_AREAS)
@@ -186,7 +186,7 @@ class StreamedStep:
         try:
             for staged in chunk.staged_groups:
                 staged.show(optimizer)
-            self._step(own_step, [one for staged in chunk.staged_groups for one in by_group[staged.group]])
+            self._step(own_step, [parameter for staged in chunk.staged_groups for parameter in by_group[staged.group]])
             new = {staged: tensors for staged in chunk.staged_groups if (tensors := staged.finish(optimizer))}
             stepped = streams.record()
             with streams.on(streams.copy_out):
@@ -195,7 +195,7 @@ class StreamedStep:
                     staged.take_back(with_state=staged not in new)
                 for staged, tensors in new.items():
                     self._offload(optimizer, staged.group, tensors)
-                    chunk.area.kept += [one.tensor for one in tensors]
+                    chunk.area.kept += [state_tensor.tensor for state_tensor in tensors]
                 chunk.area.left = streams.record()
         finally:
             for staged in chunk.staged_groups:
@@ -205,12 +205,12 @@ class StreamedStep:
 
     def _offload_if_new(self, optimizer: Optimizer, group: ParameterGroup) -> None:
         """Move state to host memory that other code put into the optimizer's table: `load_state_dict`, a restored checkpoint."""
-        found, known = state_of(optimizer, group), self._states.get(group)
-        if known is not None and known.is_all(found, known.at_rest):
+        tensors, state = state_of(optimizer, group), self._states.get(group)
+        if state is not None and state.is_all(tensors, state.at_rest):
             return
         self._states.pop(group, None)
-        if found:
-            self._offload(optimizer, group, found)
+        if tensors:
+            self._offload(optimizer, group, tensors)
 
     def _offload(self, optimizer: Optimizer, group: ParameterGroup, tensors: list[StateTensor]) -> None:
         """Copy state tensors to host memory of their own, on the current stream, and show them there."""
@@ -222,7 +222,7 @@ class StreamedStep:
     # -- gradients -----------------------------------------------------------------------------------------------------
 
     def _step(self, own_step: OwnStep, parameters: Iterable[Tensor]) -> None:
-        """The optimizer's own step, for these parameters alone."""
+        """Let the optimizer's own step run for these parameters alone."""
         shown = list(parameters)
         for parameter in shown:
             parameter.grad = self._gradients[parameter]
