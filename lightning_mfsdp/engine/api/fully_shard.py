@@ -362,9 +362,9 @@ def _join(module: nn.Module, unit: Unit, context: Context) -> None:
 def _borrow(unit: Unit, shared: Sequence[Named]) -> None:
     """Tied weights across units: this unit uses groups that others own, and their parameters show under its names too."""
     for name, parameter, sites in shared:
-        owner = owner_of(parameter)
-        assert owner is not None, "only owned parameters are shared"
-        group, entry = owner
+        group_and_entry = owner_of(parameter)
+        assert group_and_entry is not None, "only owned parameters are shared"
+        group, entry = group_and_entry
         owner = group.unit()
         if owner is None or group.mesh.device_mesh != unit.context.mesh.device_mesh:
             raise ShardingError(
