@@ -7,7 +7,7 @@
 
 Without a context axis, all of them do what one does without this package. The strategies divide batches, by `divided_batches.py`.
 `attention.py` computes attention over whole sequences, by the collectives of `exchange.py` and the masks of `pattern.py`.
-`huggingface.py` and `model_inputs.py` have transformers' models do so.
+`huggingface.py`, which asks `mask_functions.py` what a model's masks are, and `model_inputs.py` have transformers' models do so.
 """
 
 from lightning_mfsdp.context_parallel.attention import context_attention, context_positions

@@ -1,4 +1,4 @@
-"""Attention whose queries, keys and values are parts of sequences: for modules of your own."""
+"""context_attention: attention over whole sequences whose queries, keys and values are parts of sequences, for modules of your own."""
 
 from __future__ import annotations
 
@@ -95,9 +95,9 @@ def context_positions(length: int, device: torch.device | str | None = None) -> 
     if parallel is None or parallel.cut is None:
         return torch.arange(length, device=device)
     check_length(parallel, parallel.cut, length, "context_positions")
-    own = parallel.chunks()
-    width = length // len(own)
-    return torch.cat([torch.arange(index * width, (index + 1) * width, device=device) for index in own])
+    chunks = parallel.chunks()
+    width = length // len(chunks)
+    return torch.cat([torch.arange(index * width, (index + 1) * width, device=device) for index in chunks])
 
 
 def as_computed(*tensors: Tensor) -> tuple[Tensor, ...]:

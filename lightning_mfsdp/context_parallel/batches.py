@@ -1,4 +1,4 @@
-"""A batch of whole sequences becomes this rank's part of it."""
+"""Divides a batch of whole sequences: this rank's part of it, padded where needed, and what attention must know of the whole."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _entries(batch: Any) -> dict[str, Any]:
 
 def _dims_of(entries: Mapping[str, Any], dims: Mapping[str, int | None]) -> dict[str, int]:
     """Sequence dim of every entry that is divided."""
-    found: dict[str, int] = {}
+    dims_of_entries: dict[str, int] = {}
     for key, dim in dims.items():
         value = entries.get(str(key))
         if dim is None:
@@ -97,10 +97,10 @@ def _dims_of(entries: Mapping[str, Any], dims: Mapping[str, int | None]) -> dict
                 f"context_dims={{{key!r}: {dim}}}: the batch has {kind} there; it has {list(entries)}. Name tensors of the batch, and a "
                 "dim that they have"
             )
-        found[str(key)] = dim % value.dim()
+        dims_of_entries[str(key)] = dim % value.dim()
     for key, dim in KNOWN_DIMS.items():
         value = entries.get(key)
-        if key in found or key in dims or not isinstance(value, Tensor):
+        if key in dims_of_entries or key in dims or not isinstance(value, Tensor):
             continue
         if key == "attention_mask" and value.dim() != 2:
             raise ValueError(
@@ -108,13 +108,13 @@ def _dims_of(entries: Mapping[str, Any], dims: Mapping[str, int | None]) -> dict
                 "cannot be divided. Leave it out for causal attention, and pass position_ids that begin again at 0 for packed documents"
             )
         if value.dim() > dim:
-            found[key] = dim
-    if not found:
+            dims_of_entries[key] = dim
+    if not dims_of_entries:
         raise ValueError(
             f"context: no entry of the batch is known to be along the sequence; it has {list(entries)}. Name them with "
             "MFSDPStrategy(context_dims={...: dim}), by key, or by position as a string"
         )
-    return found
+    return dims_of_entries
 
 
 def _refuse_unnamed(
@@ -165,8 +165,15 @@ def _cut_of(whole: Mapping[str, Tensor], rows: int, length: int, padded: int) ->
         begins = F.pad(positions.diff(dim=1) != 1, (1, 0))
         if bool(begins.any()):
             document = begins.cumsum(1).expand(rows, -1)
-    given = length if padded > length else None
-    return Cut(length=padded, rows=rows, is_real=is_real, document=document, given=given, has_mask=mask is not None)
+    given_length = length if padded > length else None
+    return Cut(
+        length=padded,
+        rows=rows,
+        is_real=is_real,
+        document=document,
+        given_length=given_length,
+        has_mask=mask is not None,
+    )
 
 
 def _rebuilt(batch: Any, parts: Mapping[str, Tensor]) -> Any:
@@ -174,12 +181,12 @@ def _rebuilt(batch: Any, parts: Mapping[str, Tensor]) -> Any:
         return parts["0"]
     if isinstance(batch, Mapping):
         keys = {str(key): key for key in batch}
-        again: Any = copy.copy(batch)
-        for name, value in getattr(again, "__dict__", {}).items():
+        rebuilt: Any = copy.copy(batch)
+        for name, value in getattr(rebuilt, "__dict__", {}).items():
             if isinstance(value, dict):  # where mappings of users keep their entries
-                again.__dict__[name] = dict(value)
+                rebuilt.__dict__[name] = dict(value)
         for key, part in parts.items():
-            again[keys[key]] = part
-        return again
+            rebuilt[keys[key]] = part
+        return rebuilt
     items = [parts.get(str(index), item) for index, item in enumerate(batch)]
     return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)

@@ -1,4 +1,4 @@
-"""Whether ranks that must have the same have the same: compared on the device, and read once the device is done, so no step waits."""
+"""Compares numbers that must be equal on several ranks on the device, and raises once the device is done, so that no step waits."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def fingerprint(value: Any, device: torch.device, *, contents: bool = True) -> T
     """`[1]`, int64: a number of all tensors, or of their shapes alone, numbers and strings in `value`; almost surely another for others."""
     total = torch.zeros(1, dtype=torch.int64, device=device)
     for path, leaf in leaves_in(value):
-        known = f"{path} {leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else None
-        if known is None and isinstance(leaf, (str, bytes, int, float, bool)):
-            known = f"{path} {leaf!r}"
-        if known is None:
+        described = f"{path} {leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else None
+        if described is None and isinstance(leaf, (str, bytes, int, float, bool)):
+            described = f"{path} {leaf!r}"
+        if described is None:
             continue
-        salt = zlib.crc32(known.encode())
+        salt = zlib.crc32(described.encode())
         total = total * 1_000_003 + salt
         if contents and isinstance(leaf, Tensor) and leaf.numel():
             numbers = _numbers(leaf).to(device)
@@ -52,7 +52,7 @@ class _Pending:
 
 
 class Comparisons:
-    """Those of one run, in the order in which they were asked for, which is the same on all ranks."""
+    """The comparisons of one run, in the order in which they were begun, which is the same on all ranks."""
 
     def __init__(self) -> None:
         self._pending: deque[_Pending] = deque()
@@ -71,8 +71,8 @@ class Comparisons:
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
         arrived = None
         if extremes.is_cuda:
-            there = torch.empty(2, dtype=torch.int64, pin_memory=True, device="cpu")
-            extremes = there.copy_(extremes, non_blocking=True)
+            on_host = torch.empty(2, dtype=torch.int64, pin_memory=True, device="cpu")
+            extremes = on_host.copy_(extremes, non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record()
         self._pending.append(_Pending(extremes=extremes, arrived=arrived, error=error))

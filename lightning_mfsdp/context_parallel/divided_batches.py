@@ -1,4 +1,4 @@
-"""Batches whose sequences are divided over the context ranks: the part that a step gets, and whether its targets were counted right."""
+"""DividedBatches: gives each step this rank's part of a batch, and checks that the step's loss counts the targets of all parts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["DividedBatches"]
 
 
 class DividedBatches:
-    """Those of a run with a context axis.
+    """The batches of a run with a context axis.
 
     Args:
         group: The ranks that divide every batch among themselves.
@@ -69,7 +69,7 @@ class DividedBatches:
         activate(self._parallel)
 
     def end(self) -> None:
-        """Models compute as before."""
+        """Have models compute whole sequences again, as before `begin`."""
         for end in reversed(self._ends):
             end()
         self._ends.clear()
@@ -117,7 +117,7 @@ class DividedBatches:
         """
         parallel = self._parallel
         assert parallel is not None, "between begin and end"
-        activate(parallel)  # another model's may have been, since
+        activate(parallel)  # that of another model may be active, if it has computed since
         self._comparisons.look()
         part, parallel.cut = divide(batch, parallel, self._dims)
         parallel.notes, parallel.is_watched = StepNotes(), closely
@@ -133,7 +133,7 @@ class DividedBatches:
                 parallel.cut = None
 
     def leave(self) -> None:
-        """The step's backward is over."""
+        """The backward of a step that `stays` is over: attention is no longer recomputed with its batch's division."""
         if self._parallel is not None:
             self._parallel.cut = None
 

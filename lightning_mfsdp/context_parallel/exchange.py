@@ -86,9 +86,9 @@ def _together(
         order, at = _order(tensor, heads, sequence)
         numbers.setdefault((tensor.dtype, *(tensor.shape[dim] for dim in order[:at])), []).append(number)
     results: dict[int, Tensor] = {}
-    for own in numbers.values():
+    for members in numbers.values():
         results.update(
-            zip(own, function.apply(group, heads, sequence, *(tensors[number] for number in own)), strict=True)
+            zip(members, function.apply(group, heads, sequence, *(tensors[number] for number in members)), strict=True)
         )
     return tuple(results[number] for number in range(len(tensors)))
 
@@ -197,11 +197,11 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, parallel: ContextParallel, sequence: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.parallel, ctx.sequence = parallel, sequence
         pieces = [tensor[None] for tensor in tensors]
-        own = _buffer(pieces)
-        for place, piece in zip(_places(own, pieces), pieces, strict=True):
+        sent = _buffer(pieces)
+        for place, piece in zip(_places(sent, pieces), pieces, strict=True):
             _copy(place, piece)
-        received = own.new_empty(parallel.size, own.shape[1])
-        all_gather_flat(received.view(-1), own.view(-1), parallel.group)
+        received = sent.new_empty(parallel.size, sent.shape[1])
+        all_gather_flat(received.view(-1), sent.view(-1), parallel.group)
         return tuple(torch.cat(_chunks(parts, parallel, sequence), dim=sequence) for parts in _places(received, pieces))
 
     @staticmethod
@@ -210,7 +210,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Scatter(torch.autograd.Function):
-    """The inverse: whole sequences of each rank, summed; each rank keeps its part."""
+    """The inverse of `_Gather`: whole sequences of each rank, summed; each rank keeps its part."""
 
     @staticmethod
     def forward(ctx: Any, parallel: ContextParallel, sequence: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -222,9 +222,9 @@ class _Scatter(torch.autograd.Function):
                 _chunks(parts, parallel, sequence), tensor.chunk(parallel.chunk_count, sequence), strict=True
             ):
                 _copy(place, chunk)
-        own = source.new_empty(1, source.shape[1])
-        reduce_scatter_flat(own.view(-1), source.view(-1), dist.ReduceOp.SUM, parallel.group)
-        return tuple(place[0].contiguous() for place in _places(own, pieces))
+        reduced = source.new_empty(1, source.shape[1])
+        reduce_scatter_flat(reduced.view(-1), source.view(-1), dist.ReduceOp.SUM, parallel.group)
+        return tuple(place[0].contiguous() for place in _places(reduced, pieces))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
@@ -246,6 +246,6 @@ def _chunks(parts: Tensor, parallel: ContextParallel, sequence: int) -> list[Ten
     """The chunks of whole sequences in their order, in the parts of all ranks, `[ranks, ...]`."""
     chunks: dict[int, Tensor] = {}
     for rank in range(parallel.size):
-        own = parallel.chunks_of(rank)
-        chunks.update(zip(own, parts[rank].chunk(len(own), sequence), strict=True))
+        chunks_of_rank = parallel.chunks_of(rank)
+        chunks.update(zip(chunks_of_rank, parts[rank].chunk(len(chunks_of_rank), sequence), strict=True))
     return [chunks[index] for index in range(parallel.chunk_count)]

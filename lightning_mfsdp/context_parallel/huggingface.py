@@ -15,9 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +31,7 @@ from lightning_mfsdp.context_parallel.attention import (
     heads_and_sequences,
 )
 from lightning_mfsdp.context_parallel.exchange import to_sequence
+from lightning_mfsdp.context_parallel.mask_functions import read_mask_function
 from lightning_mfsdp.context_parallel.pattern import Pattern, padding_to_mask, remembered
 from lightning_mfsdp.context_parallel.sharing import ContextParallel, Cut, Method, active
 
@@ -63,16 +62,10 @@ _OF_PLACES = (
     "block_table",
 )
 
-# Implementations that are registered here, and what the models had before.
-_bases: dict[str, str] = {}
-
-# Attention layers that were computed here.
-_computed: WeakSet[nn.Module] = WeakSet()
-
 
 @dataclass(frozen=True, kw_only=True)
-class _Asked:
-    """What a model has in place of a mask, for a divided batch."""
+class _InPlaceOfMask:
+    """What a model passes to its layers as their mask, in a forward of a divided batch."""
 
     pattern: Pattern
 
@@ -155,15 +148,15 @@ def _named_models(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _attention_layers(name: str, model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Those that have no other one inside."""
+    """The attention layers of a model, with names for messages: those with no other one inside."""
 
-    def is_one(part: nn.Module) -> bool:
+    def is_attention(part: nn.Module) -> bool:
         return part is not model and _ATTENTION.search(type(part).__name__) is not None
 
     return [
         (f"{name}: {path} ({type(part).__name__})", part)
         for path, part in model.named_modules()
-        if is_one(part) and not any(is_one(child) for child in part.modules() if child is not part)
+        if is_attention(part) and not any(is_attention(child) for child in part.modules() if child is not part)
     ]
 
 
@@ -171,11 +164,11 @@ def _checked_base(name: str, model: Any, parallel: ContextParallel) -> str:
     """The attention implementation that the model has; a model that cannot be divided is refused."""
     for reason in _reasons(model, parallel):
         raise ShardingError(f"{name}: {reason}, so context > 1 cannot train it. Use context=1.")
-    found = sorted({str(_before(part.config)) for part in pretrained(model)})
-    base = found[0]
-    if len(found) > 1:
+    implementations = sorted({str(_before(part.config)) for part in pretrained(model)})
+    base = implementations[0]
+    if len(implementations) > 1:
         raise ShardingError(
-            f"{name}: its parts have different attention implementations, {', '.join(found)}. Context parallelism takes one:"
+            f"{name}: its parts have different attention implementations, {', '.join(implementations)}. Context parallelism takes one:"
             " load the model with attn_implementation='sdpa'."
         )
     if base == "eager" or base not in _attention_functions() or base not in _mask_functions():
@@ -188,10 +181,10 @@ def _checked_base(name: str, model: Any, parallel: ContextParallel) -> str:
             f"{name}: context_method='gather' computes attn_implementation='sdpa', and the model has {base!r}. Load it with that, or"
             " use context_method='ulysses'."
         )
-    own = {sys.modules[type(layer).__module__] for _, layer in _attention_layers(name, model)}
+    modules_of_layers = {sys.modules[type(layer).__module__] for _, layer in _attention_layers(name, model)}
     if any(
         getattr(source, "ALL_ATTENTION_FUNCTIONS", _attention_functions()) is not _attention_functions()
-        for source in own
+        for source in modules_of_layers
     ):
         raise ShardingError(
             f"{name}: it has its own registry of attention functions, so context > 1 cannot train it. Use context=1."
@@ -204,6 +197,7 @@ def _checked_base(name: str, model: Any, parallel: ContextParallel) -> str:
 
 
 def _reasons(model: Any, parallel: ContextParallel) -> Iterator[str]:
+    """Why a model cannot be computed with divided sequences, if there are reasons."""
     for config in configurations(model.config):
         if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
             yield "it has cross-attention between two sequences, of which only one is divided"
@@ -231,16 +225,19 @@ def _reasons(model: Any, parallel: ContextParallel) -> Iterator[str]:
 
 
 def _before(config: Any) -> str | None:
-    """The implementation that a configuration has, or had, if this is one of those registered here."""
+    """The implementation that a configuration has; where it is one of those registered here, its base."""
     implementation: str | None = config._attn_implementation
-    return _bases.get(implementation, implementation) if implementation is not None else None
+    function = None if implementation is None else _attention_functions().get(implementation)
+    if isinstance(function, functools.partial) and function.func is _attend:
+        base: str = function.args[0]
+        return base
+    return implementation
 
 
 def _registered(base: str) -> str:
     """The name under which transformers finds the functions below for this base."""
     # transformers looks for a kernel of the name where it has "flash" in it, and for one in its hub where it has "/".
     name = _PREFIX + base.replace("flash_attention", "fa").replace("flash", "fa").replace("/", "_")
-    _bases[name] = base
     _transformers("modeling_utils").AttentionInterface.register(name, functools.partial(_attend, base))
     _transformers("masking_utils").AttentionMaskInterface.register(name, functools.partial(_mask, base))
     return name
@@ -255,7 +252,7 @@ def _must_compute(name: str) -> Callable[..., None]:
         parallel = active()
         if passed or parallel is None or parallel.cut is None:
             return
-        if layer not in _computed:
+        if layer not in parallel.attention_layers:
             raise ShardingError(
                 f"{name} did not call the attention function that is chosen by attn_implementation, and attended to this rank's part"
                 " of the sequences alone. Train this model with context=1."
@@ -265,20 +262,22 @@ def _must_compute(name: str) -> Callable[..., None]:
     return hook
 
 
-# What a model asks for.
+# -- what a model asks for ---------------------------------------------------------------------------------------------
 
 
 def _mask(base: str, *positional: Any, **arguments: Any) -> Any:
-    """Called where a model makes a mask."""
+    """The registered mask function: what a model passes to its layers, the base's mask or what stands in its place."""
     parallel = active()
     if parallel is None or parallel.cut is None:
         return _mask_functions()[base](*positional, **arguments)
     bound = inspect.signature(_mask_functions()[base]).bind(*positional, **arguments).arguments
-    return _asked(parallel, parallel.cut, bound, by_positions=_is_flash(base))
+    return _in_place_of_mask(parallel, parallel.cut, bound, by_positions=_is_flash(base))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _asked(parallel: ContextParallel, cut: Cut, arguments: dict[str, Any], *, by_positions: bool) -> _Asked:
+def _in_place_of_mask(
+    parallel: ContextParallel, cut: Cut, arguments: dict[str, Any], *, by_positions: bool
+) -> _InPlaceOfMask:
     arguments = {**arguments.get("kwargs", {}), **arguments}
     model = type(arguments["config"]).__name__.removesuffix("Config") if "config" in arguments else "a model"
     queries, keys = arguments["q_length"], arguments["kv_length"]
@@ -294,83 +293,11 @@ def _asked(parallel: ContextParallel, cut: Cut, arguments: dict[str, Any], *, by
             " Run generation with whole batches, outside of training steps."
         )
     check_length(parallel, cut, queries, model)
-    found = _Found()
-    _read(arguments["mask_function"], found, model)
-    _check_contents(parallel, cut, found.documents, padding, model)
-    if cut.document is not None and found.documents is None and padding is None and not by_positions:
+    pattern, documents = read_mask_function(arguments["mask_function"], model)
+    _check_contents(parallel, cut, documents, padding, model)
+    if cut.document is not None and documents is None and padding is None and not by_positions:
         _refuse_unread_documents(parallel, cut.document, model)
-    return _Asked(pattern=found.pattern(model))
-
-
-class _Found:
-    """What the parts of a mask function say."""
-
-    def __init__(self) -> None:
-        self.causal = False
-        self.past: list[int] = []  # windows that look back alone
-        self.around: list[int] = []  # to both sides
-        self.documents: Tensor | None = None
-
-    def pattern(self, model: str) -> Pattern:
-        if self.past and not self.causal:
-            raise ShardingError(
-                f"{model}: its attention has a window to earlier tokens and attends to all later ones. {_UNKNOWN}"
-            )
-        reaches = [window - 1 for window in self.past] + self.around
-        return Pattern(causal=self.causal, reach=min(reaches, default=None))
-
-
-_UNKNOWN = (
-    "With context > 1, attention is causal or bidirectional, with or without a sliding window, padding and packed documents. Use context=1"
-    " for other masks."
-)
-
-
-def _read(function: Any, found: _Found, model: str) -> None:
-    """Which of transformers' own mask functions this is made of; others are refused.
-
-    Its functions that make mask functions are public. What they make is known by its code, and its parameters are in its closure.
-    """
-    known = _known_functions()
-    kind = known.get(function) or known.get(getattr(function, "__code__", None), "")
-    inside = [cell.cell_contents for cell in function.__closure__ or ()] if isinstance(function, FunctionType) else []
-    if kind == "causal":
-        found.causal = True
-    elif kind == "past":
-        found.past += inside
-    elif kind == "around":
-        found.around += inside
-    elif kind == "documents":
-        (found.documents,) = inside
-    elif kind == "all of":
-        for part in inside[0]:
-            _read(part, found, model)
-    elif kind == "by positions":  # distances inside of a document are the same by positions
-        _read(next(part for part in inside if callable(part) and not isinstance(part, Tensor)), found, model)
-    elif kind != "everything":
-        name = getattr(function, "__qualname__", type(function).__name__)
-        raise ShardingError(
-            f"{model}: its attention mask is made by {name}, which cannot be computed on parts of sequences. {_UNKNOWN}"
-        )
-
-
-@functools.cache
-def _known_functions() -> dict[Any, str]:
-    """Functions, or the code of functions that are made, and what they stand for."""
-    made = _transformers("masking_utils")
-    none = torch.empty(0, device="cpu")
-    codes = {
-        "past": made.sliding_window_overlay(1),
-        "documents": made.packed_sequence_mask_function(none),
-        "all of": made.and_masks(made.causal_mask_function),
-    }
-    # Not in every version of transformers 5.
-    if around := getattr(made, "sliding_window_bidirectional_overlay", None):
-        codes["around"] = around(1)
-    if by_positions := getattr(made, "remap_positions_for_packed_sequence", None):
-        codes["by positions"] = by_positions(made.causal_mask_function, none)
-    functions = {made.causal_mask_function: "causal", made.bidirectional_mask_function: "everything"}
-    return {**functions, **{function.__code__: kind for kind, function in codes.items()}}
+    return _InPlaceOfMask(pattern=pattern)
 
 
 def _check_contents(
@@ -405,7 +332,7 @@ def _check_contents(
 
 
 def _refuse_unread_documents(parallel: ContextParallel, document: Tensor, model: str) -> None:
-    """A model that keeps packed documents apart has them in its mask, on ranks where one begins inside a chunk: one host sync."""
+    """Refuse packed documents where one begins inside a chunk, and the model's mask does not keep them apart: one host sync."""
     if bool(_starts(parallel.part_of(document, 1), parallel).any()):
         raise ShardingError(
             f"{model}: position_ids of the batch begin again, as those of packed documents do, but this model does not keep documents"
@@ -419,13 +346,13 @@ def _starts(documents: Tensor, parallel: ContextParallel) -> Tensor:
     return chunks[..., 1:] != chunks[..., :-1]
 
 
-# Attention.
+# -- attention ---------------------------------------------------------------------------------------------------------
 
 
 def _attend(
     base: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, Any]:
-    """Called by a layer: `[B, H, S/c, D]` to `[B, S/c, H, D]`."""
+    """The registered attention function, which layers call: `[B, H, S/c, D]` to `[B, S/c, H, D]`."""
     parallel = active()
     if parallel is None or parallel.cut is None:
         result: tuple[Tensor, Any] = _attention_functions()[base](
@@ -449,7 +376,7 @@ def _attend_parts(
     options: dict[str, Any],
 ) -> Tensor:
     with parallel.attending():
-        _computed.add(module)
+        parallel.attention_layers.add(module)
         name = _name_of(module)
         check_length(parallel, cut, query.shape[2], name)
         if key.shape[2] != query.shape[2]:
@@ -517,8 +444,8 @@ def _is_flash(base: str) -> bool:
 
 
 def _pattern_of(base: str, module: Any, attention_mask: Any, options: dict[str, Any], name: str) -> Pattern:
-    """What the layer attends to."""
-    if attention_mask is not None and not isinstance(attention_mask, _Asked):
+    """What a layer attends to, by its mask or, for flash kernels, by its arguments; these must not contradict each other."""
+    if attention_mask is not None and not isinstance(attention_mask, _InPlaceOfMask):
         raise ShardingError(
             f"{name}: got a mask of its own, a {type(attention_mask).__name__} of shape {tuple(attention_mask.shape)}. With context > 1,"
             " give attention_mask as [batch, tokens], or leave it out."
@@ -550,7 +477,7 @@ def _build_mask(base: str, cut: Cut, pattern: Pattern, config: Any, query: Tenso
     document = None if cut.document is None else cut.document.to(query.device)
     padding = padding_to_mask(cut, pattern)
     if _is_flash(base) and document is not None:
-        return None  # its documents end before padding
+        return None  # the kernel gets lengths of documents, which end before padding
 
     def attends(batch: Tensor, head: Tensor, place: Tensor, key: Tensor) -> Tensor:
         allowed = pattern.allows(place, key)

@@ -1,4 +1,4 @@
-"""What a model of transformers lacks with a part of a sequence: places in the whole one, the next part's first label, counts of targets."""
+"""Completes the arguments of transformers' models, which see a part of a sequence: positions, the next part's first label, counts."""
 
 from __future__ import annotations
 
@@ -53,21 +53,23 @@ def _complete(
         return None
     signature = inspect.signature(model.forward)
     bound = signature.bind_partial(*args, **kwargs)
-    given: dict[str, Any] = dict(bound.arguments)
-    rest = next((name for name, one in signature.parameters.items() if one.kind is one.VAR_KEYWORD), None)
-    given.update(given.pop(rest, {}) if rest is not None else {})
+    arguments: dict[str, Any] = dict(bound.arguments)
+    rest = next(
+        (name for name, parameter in signature.parameters.items() if parameter.kind is parameter.VAR_KEYWORD), None
+    )
+    arguments.update(arguments.pop(rest, {}) if rest is not None else {})
     if parallel is not None and parallel.cut is not None:
-        _complete_part(model, signature, given, parallel, parallel.cut)
-    labels = given.get("labels")
+        _complete_part(model, signature, arguments, parallel, parallel.cut)
+    labels = arguments.get("labels")
     if isinstance(labels, Tensor):
-        _complete_targets(model, labels, given)
-    return (), given
+        _complete_targets(model, labels, arguments)
+    return (), arguments
 
 
 def _complete_part(
-    model: nn.Module, signature: inspect.Signature, given: dict[str, Any], parallel: ContextParallel, cut: Cut
+    model: nn.Module, signature: inspect.Signature, arguments: dict[str, Any], parallel: ContextParallel, cut: Cut
 ) -> None:
-    tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+    tokens = arguments.get("input_ids") if arguments.get("input_ids") is not None else arguments.get("inputs_embeds")
     if not isinstance(tokens, Tensor):
         return
     name = type(model).__name__
@@ -81,15 +83,15 @@ def _complete_part(
         ("attention_mask", cut.has_mask and cut.is_real is not None),
         ("position_ids", cut.document is not None),
     ):
-        if matters and given.get(argument) is None and argument in signature.parameters:
+        if matters and arguments.get(argument) is None and argument in signature.parameters:
             raise ValueError(
                 f"{name} was called without {argument}, and the batch has one that says which tokens see each other, which whole sequences "
                 f"were divided with. Pass it to the model, or leave it out of the batch"
             )
-    if given.get("position_ids") is None:
-        given["position_ids"] = context_positions(tokens.size(1), tokens.device).unsqueeze(0)
+    if arguments.get("position_ids") is None:
+        arguments["position_ids"] = context_positions(tokens.size(1), tokens.device).unsqueeze(0)
     if "use_cache" in signature.parameters:
-        _without_cache(model, given, packed=cut.document is not None)
+        _without_cache(model, arguments, packed=cut.document is not None)
 
 
 def _is_checkpointing(model: nn.Module) -> bool:
@@ -101,20 +103,20 @@ def _is_checkpointing(model: nn.Module) -> bool:
     return bool(getattr(model, name, False))
 
 
-def _without_cache(model: nn.Module, given: dict[str, Any], *, packed: bool) -> None:
+def _without_cache(model: nn.Module, arguments: dict[str, Any], *, packed: bool) -> None:
     """Keys of a part are no cache. But a model that keeps one takes packed documents for a single one, on one rank as well."""
-    asked = given.get("use_cache")
-    keeps = getattr(model.config, "use_cache", False) if asked is None else asked
-    if keeps and packed and not (model.training and _is_checkpointing(model)):
+    use_cache = arguments.get("use_cache")
+    keeps_cache = getattr(model.config, "use_cache", False) if use_cache is None else use_cache
+    if keeps_cache and packed and not (model.training and _is_checkpointing(model)):
         raise ValueError(
             f"{type(model).__name__}: position_ids of the batch begin again, as those of packed documents do, and use_cache=True; "
             "transformers then lets tokens attend to other documents. Use model.config.use_cache = False for training, or leave "
             "position_ids out of the batch"
         )
-    given["use_cache"] = False
+    arguments["use_cache"] = False
 
 
-def _complete_targets(model: nn.Module, labels: Tensor, given: dict[str, Any]) -> None:
+def _complete_targets(model: nn.Module, labels: Tensor, arguments: dict[str, Any]) -> None:
     kind = getattr(model, "loss_type", None) or "ForCausalLM"  # as transformers has it for models that name none
     if kind not in _SHIFTED:
         raise ValueError(
@@ -123,25 +125,25 @@ def _complete_targets(model: nn.Module, labels: Tensor, given: dict[str, Any]) -
             "loss_count out"
         )
     config = model.config
-    if getattr(config, "output_router_logits", False) or given.get("output_router_logits"):
+    if getattr(config, "output_router_logits", False) or arguments.get("output_router_logits"):
         raise ValueError(
             f"{type(model).__name__} adds a loss of its router, which is no mean over tokens, so that of parts is another. Use "
             "output_router_logits=False and balance experts without a loss, or leave context out"
         )
-    if given.get("num_items_in_batch") is not None:
+    if arguments.get("num_items_in_batch") is not None:
         raise ValueError(
             f"{type(model).__name__} was called with num_items_in_batch, which the strategy counts over all ranks; leave it out"
         )
     parallel = active()
-    targets = given.get("shift_labels")
+    targets = arguments.get("shift_labels")
     if targets is None and _SHIFTED[kind]:
-        targets = given["shift_labels"] = shift_labels(labels)
+        targets = arguments["shift_labels"] = shift_labels(labels)
     elif targets is None:
         targets = labels if parallel is None else without_padding(labels, parallel, ahead=0)
-        given["labels"] = targets
+        arguments["labels"] = targets
     if parallel is not None and parallel.cut is not None:
         _refuse_targets_at_padding(model, targets, parallel, parallel.cut)
-    given["num_items_in_batch"] = tokens_in_batch(targets)
+    arguments["num_items_in_batch"] = tokens_in_batch(targets)
 
 
 def _refuse_targets_at_padding(model: nn.Module, targets: Tensor, parallel: ContextParallel, cut: Cut) -> None:

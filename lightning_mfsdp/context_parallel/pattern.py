@@ -16,8 +16,8 @@ __all__ = ["Pattern", "mask_of", "padding_to_mask", "remembered"]
 
 T = TypeVar("T")
 
-# What is made of a step's cut is made once for all layers, and goes with the cut.
-_made: WeakKeyDictionary[Cut, dict[Hashable, Any]] = WeakKeyDictionary()
+# What is computed of a step's cut, such as a mask, is computed once for all layers, and freed with the cut.
+_remembered: WeakKeyDictionary[Cut, dict[Hashable, Any]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +61,10 @@ class Pattern:
 
 def remembered(cut: Cut, key: Hashable, make: Callable[[], T]) -> T:
     """What `make` returns: called once for this cut and key."""
-    made = _made.setdefault(cut, {})
-    if key not in made:
-        made[key] = make()
-    return cast(T, made[key])
+    values = _remembered.setdefault(cut, {})
+    if key not in values:
+        values[key] = make()
+    return cast(T, values[key])
 
 
 def padding_to_mask(cut: Cut, pattern: Pattern) -> Tensor | None:
@@ -88,7 +88,7 @@ def _is_at_the_end(is_real: Tensor) -> bool:
 def mask_of(
     cut: Cut, pattern: Pattern, device: torch.device, queries: tuple[int, int], keys: tuple[int, int]
 ) -> Tensor | None:
-    """Of which keys these queries attend to, bool, True if they do, `[batch or 1, 1, queries or 1, keys]`; `None`: of all.
+    """Whether these queries attend to these keys, bool, `[batch or 1, 1, queries or 1, keys]`; `None`: all do to all.
 
     Args:
         cut: With padding and documents.

@@ -1,4 +1,4 @@
-"""Which tokens of a step's sequences each rank has, and where attention finds that."""
+"""ContextParallel: says which tokens of a step's sequences each rank has, to attention and everything else that has to know."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 __all__ = ["METHODS", "ContextParallel", "Cut", "Method", "activate", "active", "deactivate"]
 
@@ -26,7 +27,7 @@ class Cut:
         is_real: `[batch, length]`, bool: tokens that others may attend to. `None`: all.
         document: `[batch, length]`, int64: tokens attend to those of the same number alone. `None`: a sequence is one document.
         rows: Sequences in the batch.
-        given: Tokens of a sequence as the batch had it, before padding was added. `None`: all.
+        given_length: Tokens of a sequence as the batch had it, before padding was added. `None`: all.
         has_mask: The batch had an attention mask.
     """
 
@@ -34,7 +35,7 @@ class Cut:
     is_real: Tensor | None = None
     document: Tensor | None = None
     rows: int = 1
-    given: int | None = None
+    given_length: int | None = None
     has_mask: bool = False
 
 
@@ -71,6 +72,7 @@ class ContextParallel:
         notes: What was seen in that step.
         is_attending: Attention of whole sequences is running.
         is_watched: The step is one of those that are looked at closely.
+        attention_layers: Layers of transformers' models that have computed attention of whole sequences.
     """
 
     def __init__(self, group: dist.ProcessGroup, method: Method) -> None:
@@ -82,6 +84,7 @@ class ContextParallel:
         self.notes = StepNotes()
         self.is_attending = False
         self.is_watched = False
+        self.attention_layers: WeakSet[nn.Module] = WeakSet()
 
     def chunks(self) -> tuple[int, ...]:
         """Which chunks of a sequence this rank has, in the order in which they lie in its tensors.
@@ -92,16 +95,16 @@ class ContextParallel:
         return self.chunks_of(self.rank)
 
     def chunks_of(self, rank: int) -> tuple[int, ...]:
-        """The same, of any rank."""
+        """Which chunks of a sequence another rank has, as `chunks`."""
         return (rank,) if self.method == "ulysses" else (rank, 2 * self.size - 1 - rank)
 
     def all_chunks(self) -> list[int]:
-        """Those of all ranks, in the order of ranks."""
+        """The chunks of all ranks, in the order of ranks."""
         return [chunk for rank in range(self.size) for chunk in self.chunks_of(rank)]
 
     @contextmanager
     def attending(self) -> Iterator[None]:
-        """Around attention of whole sequences."""
+        """Context around attention of whole sequences, in which a watched step does not refuse attention functions."""
         self.notes.attends = True
         before, self.is_attending = self.is_attending, True
         try:
@@ -117,8 +120,8 @@ class ContextParallel:
     def part_of(self, whole: Tensor, dim: int) -> Tensor:
         """This rank's part of a tensor along its sequence dim, contiguous."""
         pieces = whole.chunk(self.chunk_count, dim)
-        own = [pieces[index] for index in self.chunks()]
-        return own[0].contiguous() if len(own) == 1 else torch.cat(own, dim)
+        own_pieces = [pieces[index] for index in self.chunks()]
+        return own_pieces[0].contiguous() if len(own_pieces) == 1 else torch.cat(own_pieces, dim)
 
 
 _active: ContextParallel | None = None
@@ -130,12 +133,12 @@ def active() -> ContextParallel | None:
 
 
 def activate(parallel: ContextParallel) -> None:
-    """A run with a context axis begins."""
+    """Have attention in this process divide by these ranks: a run with a context axis begins, or goes on."""
     global _active
     _active = parallel
 
 
 def deactivate() -> None:
-    """It ends."""
+    """Have attention in this process see whole sequences again: the run with a context axis ends."""
     global _active
     _active = None

@@ -1,4 +1,4 @@
-"""Targets of parts of sequences, and how many there are on all ranks: what makes a loss of parts that of whole sequences."""
+"""Makes a loss of parts of sequences that of whole ones: labels across borders between ranks, and the number of targets on all ranks."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def shift_labels(labels: Tensor) -> Tensor:
 def without_padding(targets: Tensor, parallel: ContextParallel, *, ahead: int) -> Tensor:
     """-100 for targets at tokens that were added to a batch, whatever labels were made of; `ahead`: of how many tokens later they are."""
     cut = parallel.cut
-    if cut is None or cut.given is None:
+    if cut is None or cut.given_length is None:
         return targets
     places = torch.arange(cut.length, device=targets.device).unsqueeze(0)
-    is_given = parallel.part_of(places + ahead < cut.given, 1)
+    is_given = parallel.part_of(places + ahead < cut.given_length, 1)
     return targets.masked_fill(~is_given, IGNORED)
 
 

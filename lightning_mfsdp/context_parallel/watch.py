@@ -1,6 +1,6 @@
-"""Steps that are watched: what would be wrong without an error where a rank has a part of every sequence.
+"""Watches some steps for what would be wrong without an error where a rank has a part of every sequence.
 
-Watched are functions that mix tokens, and losses: a mean over this rank's tokens, and sums that are not divided by the tokens of all ranks.
+That is functions that mix tokens, and losses: a mean over this rank's tokens, and sums that are not divided by the tokens of all ranks.
 """
 
 from __future__ import annotations
@@ -76,18 +76,18 @@ class _Watch(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        parallel, given = self._parallel, kwargs or {}
+        parallel, keywords = self._parallel, kwargs or {}
         if parallel.cut is not None and not parallel.is_attending:
             cure = _MIXES_TOKENS.get(function)
             if cure is not None:
-                shapes = [list(one.shape) for one in args if isinstance(one, Tensor)]
+                shapes = [list(argument.shape) for argument in args if isinstance(argument, Tensor)]
                 raise ShardingError(
                     f"context={parallel.size}: the model calls {function.__name__} with tensors of shapes {shapes[:3]}, and a rank "
                     f"has only a part of every sequence, so it would not see the other tokens. {cure}"
                 )
             if self._trains and torch.is_grad_enabled() and function in _LOSSES:
-                self._note_loss(function.__name__, _LOSSES[function].bind(*args, **given).arguments)
-        return function(*args, **given)
+                self._note_loss(function.__name__, _LOSSES[function].bind(*args, **keywords).arguments)
+        return function(*args, **keywords)
 
     def _note_loss(self, name: str, arguments: Mapping[str, Any]) -> None:
         target = arguments["target"]
