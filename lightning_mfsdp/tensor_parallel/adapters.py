@@ -1,4 +1,4 @@
-"""Layers of PEFT around layers that a plan divides: what a rule for such a layer means for the modules inside.
+"""Translates a plan's rule for a layer that PEFT has put an adapter around into rules for the modules inside the adapter.
 
 LoRA adds `B(A(x))` to the output of the layer inside, where x is its input:
 
@@ -60,22 +60,22 @@ def inside_adapters(target: Target, style: Style) -> list[tuple[Target, Style]]:
             f"{target.name} ({type(layer).__name__}): a variant of LoRA, such as DoRA, that computes with whole weights, and the style"
             f" {style.name!r} divides them. Use plain LoRA, or leave this layer out of target_modules."
         )
-    found = [_inside(target, "base_layer", base, style)]
+    rules = [_inside(target, "base_layer", base, style)]
     if style.divides == "rows":
-        found += [_inside(target, *one, style) for one in _named(inside.get("lora_B"), "lora_B")]
+        rules += [_inside(target, *named_module, style) for named_module in _named(inside.get("lora_B"), "lora_B")]
     elif style.divides == "columns":
-        found += [_inside(target, *one, style) for one in _named(inside.get("lora_A"), "lora_A")]
+        rules += [_inside(target, *named_module, style) for named_module in _named(inside.get("lora_A"), "lora_A")]
     if style.takes_parts:
-        found += [
-            _inside(target, *one, STYLES["dropout_of_parts"])
-            for one in _named(inside.get("lora_dropout"), "lora_dropout")
-            if isinstance(one[1], nn.Dropout)
+        rules += [
+            _inside(target, *named_module, STYLES["dropout_of_parts"])
+            for named_module in _named(inside.get("lora_dropout"), "lora_dropout")
+            if isinstance(named_module[1], nn.Dropout)
         ]
-    return found
+    return rules
 
 
 def _named(modules: nn.Module | None, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Those of each adapter, in a `ModuleDict`."""
+    """The modules of each adapter in a `ModuleDict`, with their names."""
     if modules is not None:
         yield from ((f"{name}.{key}", module) for key, module in modules.named_children())
 

@@ -1,4 +1,4 @@
-"""What cannot be computed with parts of weights, found before anything is changed."""
+"""Refuses what cannot be computed with parts of weights, before anything is changed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COUNTS = {"num_attention_heads": "query heads", "num_key_value_heads": "KV head
 
 
 def check_attention(target: Target, parts: Mapping[str, Part], size: int) -> None:
-    """Of a linear layer whose outputs are divided among ranks, in the module around it.
+    """Check the attention module around a linear layer whose outputs are divided among ranks.
 
     Raises:
         ShardingError: Heads would be divided, the forward counts on all of them, or attention drops weights at random.
@@ -59,14 +59,14 @@ def check_attention(target: Target, parts: Mapping[str, Part], size: int) -> Non
 
 def _dropouts(layer: nn.Module) -> Iterator[tuple[str, float]]:
     """Probabilities other than 0, except that of a layer's output, which is whole."""
-    found = {**vars(layer), **{key: getattr(child, "p", None) for key, child in layer.named_children()}}
-    for key, value in found.items():
+    attributes = {**vars(layer), **{key: getattr(child, "p", None) for key, child in layer.named_children()}}
+    for key, value in attributes.items():
         if "drop" in key and "resid" not in key and isinstance(value, float) and value > 0:
             yield key, value
 
 
 def check_own_parameters(target: Target, ruled: Set[tuple[int, str]]) -> None:
-    """Of the module around a layer whose outputs are divided.
+    """Check the parameters of the module around a layer whose outputs are divided.
 
     Args:
         target: Of the layer.
@@ -86,7 +86,7 @@ def check_own_parameters(target: Target, ruled: Set[tuple[int, str]]) -> None:
 
 
 def check_experts(target: Target, parts: Mapping[str, Part]) -> None:
-    """Of a module whose own parameters are weights of experts, all of which are divided.
+    """Check a module whose own parameters are weights of experts, all of which are divided.
 
     Args:
         target: Of a rule "moe_tp_experts".
@@ -116,24 +116,24 @@ def check_experts(target: Target, parts: Mapping[str, Part]) -> None:
 
 
 def check_ties(model: nn.Module, targets: Sequence[tuple[Target, Mapping[str, Part]]]) -> None:
-    """Of parameters that several modules share.
+    """Check that parameters which several modules share are divided alike in all of them.
 
     Raises:
         ShardingError: They would be divided in one module and not in another, or differently.
     """
     planned = {(id(target.module), key): part for target, parts in targets for key, part in parts.items()}
-    found: dict[int, tuple[str, Part | None]] = {}
+    seen: dict[int, tuple[str, Part | None]] = {}
     for path, module in model.named_modules():
         for key, parameter in module.named_parameters(recurse=False, prefix="", remove_duplicate=False):
             part = planned.get((id(module), key))
             name = f"{path}.{key}" if path else key
-            first, other = found.setdefault(id(parameter), (name, part))
+            first, other = seen.setdefault(id(parameter), (name, part))
             if other != part:
                 raise ShardingError(
-                    f"{first} and {name} are one parameter, and the plan divides them differently ({_told(other)} and {_told(part)})."
+                    f"{first} and {name} are one parameter, and the plan divides them differently ({_dim_of(other)} and {_dim_of(part)})."
                     " Give both modules rules of the same dim."
                 )
 
 
-def _told(part: Part | None) -> str:
+def _dim_of(part: Part | None) -> str:
     return "whole" if part is None else f"dim {part.dim}"

@@ -1,4 +1,4 @@
-"""What a plan divides in one module, and the division itself.
+"""Division: what a plan divides in one module, and the functions that keep this rank's part of each parameter.
 
 It happens when the parameters have values. Those on the meta device get them whole first (`materialize_divided`), so that all numbers are
 those of one process: equal seeds draw equal numbers, and an initialization by fan-in sees the whole weight.
@@ -59,18 +59,18 @@ class Division:
 
 
 def planned_division(name: str, module: nn.Module) -> Division:
-    """That of a module, empty if there was none."""
-    found = division_of(module)
-    if found is None:
-        found = Division(name=name)
-        setattr(module, _DIVISION, found)
-    return found
+    """The division of a module, to be added to; a new, empty one is stored if there is none."""
+    division = division_of(module)
+    if division is None:
+        division = Division(name=name)
+        setattr(module, _DIVISION, division)
+    return division
 
 
 def division_of(module: nn.Module) -> Division | None:
-    """That of a module, if a plan divides something in it."""
-    found: Division | None = module.__dict__.get(_DIVISION)
-    return found
+    """The division of a module; `None` if no plan divides something in it."""
+    division: Division | None = module.__dict__.get(_DIVISION)
+    return division
 
 
 def divide(module: nn.Module) -> None:
@@ -81,7 +81,9 @@ def divide(module: nn.Module) -> None:
     """
     for child in module.modules():
         division = division_of(child)
-        if division is None or (not division.is_done and any(own.is_meta for own in child.parameters(recurse=False))):
+        if division is None or (
+            not division.is_done and any(parameter.is_meta for parameter in child.parameters(recurse=False))
+        ):
             continue
         for key, part in division.parts.items():
             if not division.is_done:
@@ -104,15 +106,15 @@ def is_divided(tensor: Tensor) -> bool:
     Where nothing before a layer requires gradients, the graph begins with the part itself. Layers that exchange activations by themselves
     (`parallelize_module`, Megatron-LM) are not known here.
     """
-    found, seen = [tensor.grad_fn], set()
-    while found:
-        node = found.pop()
+    nodes, seen = [tensor.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
         if node is None or node in seen or node.name() in _END:
             continue
         if node.name() in _BEGIN or getattr(getattr(node, "variable", None), _BY_RULE, False):
             return True
         seen.add(node)
-        found += [before for before, _ in node.next_functions]
+        nodes += [earlier for earlier, _ in node.next_functions]
     return False
 
 
@@ -153,7 +155,7 @@ def materialize_divided(module: nn.Module, device: torch.device, ignored: set[in
 
 
 def check_divided(module: nn.Module) -> None:
-    """Called before a module computes with parts.
+    """Check that the parameters of a module are divided; hooks call it before the module computes.
 
     Raises:
         EngineStateError: Its parameters are whole.

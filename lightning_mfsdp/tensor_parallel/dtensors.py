@@ -1,4 +1,4 @@
-"""Layers that PyTorch's `parallelize_module` has divided: their parameters are DTensors, and plain parts here.
+"""Takes over layers that PyTorch's `parallelize_module` has divided: their parameters, which are DTensors, become plain parts.
 
 The layers still compute with DTensors, which are made of the parts for each forward: that is what the hooks of `parallelize_module` expect,
 and gradients arrive at the parts in their placements. It costs host time, about a hundred times that of plain tensors in a small layer.
@@ -61,33 +61,33 @@ def take_dtensors(model: nn.Module, group: dist.ProcessGroup) -> list[str]:
                 taken[id(parameter)] = _taken(name, parameter, group)
     _warn_of_lost_ties(model, taken)
     for path, module in model.named_modules():
-        own = {key: taken[id(one)] for key, one in module._parameters.items() if id(one) in taken}
-        if not own:
+        taken_here = {key: taken[id(entry)] for key, entry in module._parameters.items() if id(entry) in taken}
+        if not taken_here:
             continue
-        for key, one in own.items():
-            module._parameters[key] = one.parameter
-            if one.part is not None:
-                planned_division(path, module).parts[key] = one.part
-        module.forward = _with_dtensors(module, own)
+        for key, entry in taken_here.items():
+            module._parameters[key] = entry.parameter
+            if entry.part is not None:
+                planned_division(path, module).parts[key] = entry.part
+        module.forward = _with_dtensors(module, taken_here)
     return names
 
 
 def _warn_of_lost_ties(model: nn.Module, taken: Mapping[int, _Taken]) -> None:
-    """Of an embedding and another layer with equal numbers: `parallelize_module` makes two parameters of one that they share."""
-    found: dict[int, tuple[str, Tensor, Part | None]] = {}
+    """Warn where an embedding and another layer have equal numbers: `parallelize_module` makes two parameters of one that they share."""
+    parameters: dict[int, tuple[str, Tensor, Part | None]] = {}
     embeddings: dict[int, None] = {}
     for path, module in model.named_modules():
         for key, parameter in module.named_parameters(recurse=False):
-            one = taken.get(id(parameter))
-            plain = parameter if one is None else one.parameter
-            found[id(parameter)] = (f"{path}.{key}", plain.detach(), None if one is None else one.part)
+            entry = taken.get(id(parameter))
+            plain = parameter if entry is None else entry.parameter
+            parameters[id(parameter)] = (f"{path}.{key}", plain.detach(), None if entry is None else entry.part)
             if isinstance(module, nn.Embedding):
                 embeddings[id(parameter)] = None
     for first in embeddings:
-        for second in found:
+        for second in parameters:
             if first == second or (second in embeddings and second < first) or not {first, second} & taken.keys():
                 continue
-            (name, numbers, part), (other, others, part_of_other) = found[first], found[second]
+            (name, numbers, part), (other, others, part_of_other) = parameters[first], parameters[second]
             if part_of_other != part and None in (part, part_of_other):
                 if (
                     part is None
@@ -139,15 +139,15 @@ def _taken(name: str, parameter: DTensor, group: dist.ProcessGroup) -> _Taken:
     return _Taken(mesh, placements, plain, part)
 
 
-def _with_dtensors(module: nn.Module, own: dict[str, _Taken]) -> Callable[..., Any]:
+def _with_dtensors(module: nn.Module, taken: dict[str, _Taken]) -> Callable[..., Any]:
     """The forward of a module, with DTensors of its parameters in their places."""
     forward = module.forward
 
     def with_dtensors(*args: Any, **kwargs: Any) -> Any:
         table: dict[str, Any] = module._parameters
-        plain: dict[str, Tensor] = {key: table[key] for key in own}
-        for key, one in own.items():
-            table[key] = DTensor.from_local(plain[key], one.mesh, one.placements, run_check=False)
+        plain: dict[str, Tensor] = {key: table[key] for key in taken}
+        for key, entry in taken.items():
+            table[key] = DTensor.from_local(plain[key], entry.mesh, entry.placements, run_check=False)
         try:
             return forward(*args, **kwargs)
         finally:

@@ -1,4 +1,4 @@
-"""Equal values on the ranks of a tensor axis: parameters and buffers before they are divided, and random numbers."""
+"""Makes values equal on the ranks of a tensor axis: parameters and buffers before they are divided, and random numbers."""
 
 from __future__ import annotations
 

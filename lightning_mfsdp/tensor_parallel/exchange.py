@@ -53,11 +53,11 @@ class TensorGroup:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> TensorGroup:
-        """That of a process group, of which this rank is a member."""
+        """The ranks of a process group, of which this rank is a member."""
         return cls(group=group, size=dist.get_world_size(group), rank=dist.get_rank(group))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorGroup:
-        """Itself: a copy of a model communicates with the same ranks."""
+        """The same object: a copy of a model communicates with the same ranks."""
         return self
 
 
@@ -207,9 +207,9 @@ class _SequenceSummed(torch.autograd.Function):
     def forward(ctx: Any, tensor: Tensor, group: TensorGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
         source = torch.stack(tensor.chunk(group.size, dim)).contiguous()
-        own = source.new_empty(source.shape[1:])
-        reduce_scatter_flat(own.view(-1), source.view(-1), dist.ReduceOp.SUM, group.group)
-        return own
+        reduced = source.new_empty(source.shape[1:])
+        reduce_scatter_flat(reduced.view(-1), source.view(-1), dist.ReduceOp.SUM, group.group)
+        return reduced
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
@@ -217,7 +217,7 @@ class _SequenceSummed(torch.autograd.Function):
 
 
 def _all_gather(tensor: Tensor, group: TensorGroup, dim: int) -> Tensor:
-    own = tensor.contiguous()
-    received = own.new_empty(group.size, *own.shape)
-    all_gather_flat(received.view(-1), own.view(-1), group.group)
+    sent = tensor.contiguous()
+    received = sent.new_empty(group.size, *sent.shape)
+    all_gather_flat(received.view(-1), sent.view(-1), group.group)
     return torch.cat(received.unbind(), dim=dim).contiguous() if dim else received.flatten(0, 1)

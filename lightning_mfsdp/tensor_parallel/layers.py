@@ -200,7 +200,7 @@ class RopePart:
         self._size = size
 
     def __call__(self, output: Tensor, group: TensorGroup) -> Tensor:
-        """A `Change`."""
+        """A `Change` of the output: its last numbers get the gradients of all ranks."""
         return copied_end(output, group, self._size)
 
 
@@ -249,7 +249,7 @@ class WholeDropout:
         if not self._unchecked or not drops or not torch.is_grad_enabled():
             return
         self._unchecked -= 1
-        if any(isinstance(one, Tensor) and is_divided(one) for one in args):
+        if any(isinstance(argument, Tensor) and is_divided(argument) for argument in args):
             raise ShardingError(
                 f"{self._name} ({type(module).__name__}): its input is a part of a tensor, and dropout would be equal for the parts of"
                 f" different tensor ranks. {_advice(self._name, module)}"

@@ -1,4 +1,4 @@
-"""Logits of transformers' causal language models, of which each rank has those of its part of the vocabulary.
+"""Keeps logits of transformers' causal language models divided over the vocabulary, each rank's part for itself, where a loss allows it.
 
 In a forward of training with labels they stay divided, and the loss is computed from them. What the model returns then is gathered where
 it is used (`UnreadLogits`). In any other forward they are gathered, so that evaluation, generation and losses outside of the model see
@@ -61,10 +61,10 @@ class UnreadLogits(Tensor):
 
     @classmethod
     def of(cls, part: Tensor, group: TensorGroup) -> UnreadLogits:
-        """Those of a part. Differentiable."""
-        made = part.as_subclass(cls)
-        made._group, made._whole = group, None
-        return made
+        """This rank's part of logits, `[..., V / size]`, as logits that are gathered when they are read. Differentiable."""
+        unread = part.as_subclass(cls)
+        unread._group, unread._whole = group, None
+        return unread
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -140,7 +140,7 @@ class DividedLogits:
         shift_labels: Tensor | None = None,
         **more: Any,
     ) -> Tensor:
-        """As transformers' `ForCausalLMLoss`."""
+        """The loss of transformers' `ForCausalLMLoss`, 0-D, from divided logits if those of this forward are."""
         self._has_loss = True
         if not self._is_divided:
             whole: Tensor = self._whole_loss(
@@ -160,8 +160,8 @@ class DividedLogits:
         return divided_cross_entropy(logits, targets, self._group, ignore_index=ignore_index, count=count)
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
-        self._is_divided = model.training and given.get("labels") is not None
+        arguments = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
+        self._is_divided = model.training and arguments.get("labels") is not None
         self._has_loss = False
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> Any:
@@ -175,4 +175,4 @@ class DividedLogits:
                 " rank's part of the vocabulary. Leave labels out, or set model.loss_function to a function of your own before the plan is"
                 " applied: logits are gathered then."
             )
-        return map_tensors(lambda one: UnreadLogits.of(one, self._group) if one is logits else one, output)
+        return map_tensors(lambda tensor: UnreadLogits.of(tensor, self._group) if tensor is logits else tensor, output)

@@ -1,4 +1,4 @@
-"""Layers of Megatron-LM and Transformer Engine that have parts of weights by themselves: what their attributes say, as marks.
+"""Marks parts of weights in layers of Megatron-LM and Transformer Engine, which divide them by themselves, as their attributes say.
 
 tensor_model_parallel   the parameter is a part
 partition_dim           along which dim

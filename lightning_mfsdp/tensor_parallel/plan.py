@@ -1,4 +1,4 @@
-"""A plan, names of modules to styles, applied to a model."""
+"""apply_plan: has the layers of a model divided and computed as a plan says, which maps names of modules to styles."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def apply_plan(
 
 
 def _rules_of_layers(model: nn.Module) -> dict[str, str]:
-    """Those that layers state themselves, by an attribute `tensor_plan`: names of their parameters, or "" for the layer."""
+    """The rules that layers state themselves, by an attribute `tensor_plan`: names of their parameters, or "" for the layer."""
     return {
         ".".join(filter(None, (name, key))): style
         for name, layer in model.named_modules()
@@ -122,14 +122,14 @@ def _own_rules(pretrained: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _names(model: nn.Module, pretrained: Mapping[str, Any]) -> str:
-    return ", ".join(type(found).__name__ for found in pretrained.values()) or type(model).__name__
+    return ", ".join(type(inner_model).__name__ for inner_model in pretrained.values()) or type(model).__name__
 
 
 def _matched(model: nn.Module, rules: Mapping[str, str]) -> tuple[list[tuple[Target, Style]], list[str]]:
     """What each rule matches, and the rules that match nothing."""
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    found: list[tuple[Target, Style]] = []
+    targets: list[tuple[Target, Style]] = []
     ruled: dict[tuple[int, str | None], str] = {}  # names of styles
     unused: list[str] = []
     for rule, named in rules.items():
@@ -150,22 +150,22 @@ def _matched(model: nn.Module, rules: Mapping[str, str]) -> tuple[list[tuple[Tar
             target = Target(
                 name=name, module=module, key=None if name in modules else key, parent=modules[owner] if name else model
             )
-            for one, own in inside_adapters(target, style):
-                place = id(one.module), one.key
+            for inner_target, inner_style in inside_adapters(target, style):
+                place = id(inner_target.module), inner_target.key
                 if place not in ruled:
-                    ruled[place] = own.name
-                    found.append((one, own))
-                elif ruled[place] != own.name:
+                    ruled[place] = inner_style.name
+                    targets.append((inner_target, inner_style))
+                elif ruled[place] != inner_style.name:
                     raise ShardingError(
-                        f"{one.name}: rules of the plan give it two styles, {ruled[place]!r} and {own.name!r}; remove one"
+                        f"{inner_target.name}: rules of the plan give it two styles, {ruled[place]!r} and {inner_style.name!r}; remove one"
                     )
-    return found, unused
+    return targets, unused
 
 
 def _check_parameters(target: Target, style: Style) -> None:
-    own = dict(target.module.named_parameters(recurse=False))
-    for key in (target.key,) if target.key is not None else own if style.kind is not None else ():
-        parameter = own[key]
+    parameters = dict(target.module.named_parameters(recurse=False))
+    for key in (target.key,) if target.key is not None else parameters if style.kind is not None else ():
+        parameter = parameters[key]
         if (
             type(parameter) is not nn.Parameter
             or part_of(parameter) is not None
@@ -204,18 +204,20 @@ def _shared_inputs(targets: list[tuple[Target, Style, dict[str, Part]]]) -> dict
             and target.parent is not target.module
         ):
             siblings.setdefault(id(target.parent), []).append(target)
-    found: dict[int, SharedInput] = {}
+    by_layer: dict[int, SharedInput] = {}
     for together in siblings.values():
         if len(together) > 1:
             inputs = SharedInput()
             inputs.install(together[0].parent)
-            found.update({id(target.module): inputs for target in together})
-    return found
+            by_layer.update({id(target.module): inputs for target in together})
+    return by_layer
 
 
-def _watch_others(model: nn.Module, targets: list[tuple[Target, Style, dict[str, Part]]], known: set[int]) -> None:
+def _watch_others(
+    model: nn.Module, targets: list[tuple[Target, Style, dict[str, Part]]], seen_as_parts: set[int]
+) -> None:
     """Have modules with parameters that no rule is for find out whether one is needed, and dropout refuse parts of tensors."""
-    ruled = known | {
+    ruled = seen_as_parts | {
         id(inside)
         for target, style, _ in targets
         if style.kind or style.sums_gradients

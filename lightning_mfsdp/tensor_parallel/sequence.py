@@ -112,7 +112,7 @@ class SequenceStacks:
 
 
 def find_stacks(model: nn.Module, targets: Sequence[tuple[Target, Style, Mapping[str, Part]]]) -> SequenceStacks:
-    """Where the sequences of a model can be divided between its layers.
+    """The stacks of layers between which sequences of a model can be divided.
 
     Raises:
         ShardingError: There is no stack of layers whose modules are pairs of divided layers and norms; names what does not fit.
@@ -136,27 +136,29 @@ def find_stacks(model: nn.Module, targets: Sequence[tuple[Target, Style, Mapping
     chosen: list[_Inside] = []
     for path, layers in lists.items():
         names = [f"{path}.{key}" if path else key for key, _ in layers.named_children()]
-        own = [[pairs[one] for one in pairs if one.startswith(f"{name}.")] for name in names]
-        if names and all(own):
+        pairs_of_layers = [
+            [pairs[pair_path] for pair_path in pairs if pair_path.startswith(f"{name}.")] for name in names
+        ]
+        if names and all(pairs_of_layers):
             stacks.append({name: parents[name] for name in names})
-            chosen += [inside for found in own for inside in found]
+            chosen += [inside for pairs_of_layer in pairs_of_layers for inside in pairs_of_layer]
     if not stacks:
         raise ShardingError(
             f"sequence_parallel=True: {type(model).__name__} has no list of layers (nn.ModuleList) in each of which modules have layers"
             ' with the styles "colwise" and "rowwise"; leave sequence_parallel out'
         )
-    found = SequenceStacks(stacks, chosen)
-    _check(found, stacks, chosen, targets)
-    return found
+    sequence_stacks = SequenceStacks(stacks, chosen)
+    _check(sequence_stacks, stacks, chosen, targets)
+    return sequence_stacks
 
 
 def _check(
-    found: SequenceStacks,
+    sequence_stacks: SequenceStacks,
     stacks: Sequence[Mapping[str, nn.Module]],
     insides: Sequence[_Inside],
     targets: Sequence[tuple[Target, Style, Mapping[str, Part]]],
 ) -> None:
-    for name, module in found._others():
+    for name, module in sequence_stacks._others():
         if not _NORM.search(type(module).__name__):
             raise ShardingError(
                 f"sequence_parallel=True: {name} ({type(module).__name__}) would see parts of sequences, and only norms are known to treat"
@@ -170,13 +172,13 @@ def _check(
                         f"sequence_parallel=True: {name}.{path} drops out {part.p:g} of the numbers, and all ranks of a tensor axis would"
                         " drop the same places of different tokens; set it to 0, or leave sequence_parallel out"
                     )
-    known = {id(layer) for inside in insides for layer in (*inside.first, *inside.last)}
+    divided_layers = {id(layer) for inside in insides for layer in (*inside.first, *inside.last)}
     for target, style, _ in targets:
         for inside in insides:
             is_within = target.name.startswith(f"{inside.name}.") and target.key is None
             if (
                 is_within
-                and id(target.module) not in known
+                and id(target.module) not in divided_layers
                 and style.name not in ("replicated_with_grad_allreduce", "local_params")
             ):
                 raise ShardingError(
@@ -232,14 +234,14 @@ class _Changed(ABC):
 
     @abstractmethod
     def changed(self, module: nn.Module, hidden: Tensor) -> Tensor:
-        """The tensor in its place."""
+        """The tensor that a module gets in place of its hidden states, `[B, S, D]`."""
 
 
 class _Part(_Changed):
-    """Before the first layer of a stack."""
+    """A hook before the first layer of a stack, which gets this rank's part of the sequences."""
 
     def changed(self, module: nn.Module, hidden: Tensor) -> Tensor:
-        """This rank's part."""
+        """This rank's part, `[B, S / t, D]`, of whole sequences."""
         if hidden.ndim != 3 or hidden.shape[_SEQUENCE] % self._group.size:
             raise ShardingError(
                 f"sequence_parallel=True: {type(module).__name__} got hidden states of shape {tuple(hidden.shape)}, expected [B, S, D] with"
@@ -249,15 +251,15 @@ class _Part(_Changed):
 
 
 class _WholeInput(_Changed):
-    """Before a module with divided layers."""
+    """A hook before a module with divided layers, which gets whole sequences."""
 
     def changed(self, module: nn.Module, hidden: Tensor) -> Tensor:
-        """Whole sequences."""
+        """Whole sequences, `[B, S, D]`, of the parts of all ranks."""
         return sequence_gathered(hidden, self._group, _SEQUENCE)
 
 
 class _Whole:
-    """After the last layer of a stack."""
+    """A hook after the last layer of a stack, whose output is gathered."""
 
     def __init__(self, group: TensorGroup) -> None:
         self._group = group

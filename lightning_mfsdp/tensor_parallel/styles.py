@@ -1,4 +1,4 @@
-"""The styles of a plan: which parameters of a module are divided, and what is exchanged before and after its forward.
+"""Style: says which parameters of a module are divided, and what is exchanged before and after its forward; with the table of all.
 
 Their names are those of transformers' plans.
 """
@@ -116,29 +116,35 @@ class Style:
             )
         if self.kind == "dropout":
             return {}
-        own = dict(module.named_parameters(recurse=False))
-        if "weight" not in own:
+        parameters = dict(module.named_parameters(recurse=False))
+        if "weight" not in parameters:
             raise ShardingError(
                 f"{target.name}: the style {self.name!r} divides its weight, which is no parameter of its own (it has"
-                f" {', '.join(own) or 'none'}: a parametrization such as weight_norm, or several weights). Build it without, or leave the"
-                " rule out."
+                f" {', '.join(parameters) or 'none'}: a parametrization such as weight_norm, or several weights). Build it without, or"
+                " leave the rule out."
             )
-        if others := sorted(own.keys() - {"weight", "bias"}):
+        if others := sorted(parameters.keys() - {"weight", "bias"}):
             raise ShardingError(
                 f"{target.name}: the style {self.name!r} divides weight and bias, and it also has {', '.join(others)}."
                 " Leave the rule out."
             )
         self._check_embedding(target)
-        if self.divides == "columns" and "bias" in own and type(module) is not nn.Linear and not te.is_linear(module):
+        if (
+            self.divides == "columns"
+            and "bias" in parameters
+            and type(module) is not nn.Linear
+            and not te.is_linear(module)
+        ):
             raise ShardingError(
                 f"{target.name}: the style {self.name!r} adds the bias of an nn.Linear once, after the sum, and this is its subclass"
                 f" {type(module).__name__}. Build it with bias=False, or add the bias in a module around it."
             )
         rows = self.divides == "rows"
-        dims = {"weight": 0 if rows else 1, **({"bias": 0} if rows and "bias" in own else {})}
+        dims = {"weight": 0 if rows else 1, **({"bias": 0} if rows and "bias" in parameters else {})}
         multiple = te.multiple_of(module)
         return {
-            key: self._part(f"{target.name}.{key}", own[key].shape, dim, group, multiple) for key, dim in dims.items()
+            key: self._part(f"{target.name}.{key}", parameters[key].shape, dim, group, multiple)
+            for key, dim in dims.items()
         }
 
     def _parts_of_parameter(self, target: Target, key: str, group: TensorGroup) -> dict[str, Part]:
