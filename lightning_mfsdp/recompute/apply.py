@@ -1,4 +1,4 @@
-"""apply_recompute: which layers of a model are recomputed, which of them together, and how they become regions."""
+"""apply_recompute: finds the layers of a model that are recomputed, and which of them together, and makes them regions."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _apply_to(layers: Sequence[Layer], config: Recompute, copies: HostCopies | N
 
 
 def remove_recompute(root: nn.Module) -> None:
-    """Undo it: save all activations again."""
+    """Undo `apply_recompute`: forwards save all activations again."""
     for module in root.modules():
         region = region_of(module)
         if region is not None:
@@ -83,8 +83,8 @@ def recomputed(root: nn.Module) -> list[str]:
 
 
 def _present(root: nn.Module) -> dict[str, Recompute]:
-    found = ((name, region_of(module)) for name, module in root.named_modules())
-    return {name: region.config for name, region in found if region is not None and region.enabled}
+    regions = ((name, region_of(module)) for name, module in root.named_modules())
+    return {name: region.config for name, region in regions if region is not None and region.enabled}
 
 
 def _check(root: nn.Module, name: str, config: Recompute) -> None:
@@ -114,13 +114,13 @@ def _check_tiled(name: str, module: nn.Module, config: Recompute, recomputed_nam
 
 
 def _checkpoints_itself(module: nn.Module) -> bool:
-    """Detected by the name of Hugging Face's switch, and that of `MultiTokenPredictor`'s."""
+    """Whether a module checkpoints by itself, as Hugging Face's switch says, or that of `MultiTokenPredictor`."""
     names = ("gradient_checkpointing", "recomputes_itself")
     return any(getattr(module, name, False) is True for name in names)
 
 
 def chunks_of(config: Recompute, stacks: Sequence[Sequence[Layer]]) -> list[list[Layer]]:
-    """What is recomputed, with layers that are recomputed together in one list.
+    """The layers that are recomputed, those that are recomputed together in one list.
 
     Args:
         config: Anything but "none".
@@ -169,13 +169,13 @@ def _matching(root: nn.Module, patterns: Sequence[str], option: str) -> list[Lay
                 f"Recompute: {option}: {pattern!r} matches no module of {type(root).__name__}; names look like "
                 f"{[name for name, _ in named][:6]}"
             )
-    found: list[Layer] = []
+    layers: list[Layer] = []
     for name, module in named:
         is_container = type(module).forward is nn.Module.forward  # it is never called: its entries are
-        is_inside = any(name.startswith(f"{outer}.") for outer, _ in found)
+        is_inside = any(name.startswith(f"{outer}.") for outer, _ in layers)
         if not (is_container or is_inside) and any(fnmatchcase(name, pattern) for pattern in patterns):
-            found.append((name, module))
-    return found
+            layers.append((name, module))
+    return layers
 
 
 def _repeating(root: nn.Module) -> list[Layer]:

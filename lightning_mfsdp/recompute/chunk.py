@@ -33,7 +33,7 @@ class Results:
         self.tensors: list[Tensor] | None = None
 
     def note(self, outputs: Sequence[Tensor]) -> None:
-        """The region was recomputed."""
+        """Keep what the region returned when it was recomputed, if the region after it has to read that."""
         if self.linked:
             self.tensors = [tensor.detach() for tensor in outputs]
 
@@ -57,17 +57,17 @@ class Link:
         while link is not None and link._results.tensors is None:
             missing.append(link)
             link = link._before
-        for one in reversed(missing):
-            _ = one._handle.grad_fn.saved_tensors  # type: ignore[union-attr]
+        for earlier in reversed(missing):
+            _ = earlier._handle.grad_fn.saved_tensors  # type: ignore[union-attr]
         assert self._results.tensors is not None, "the region was recomputed"
         return self._results.tensors
 
     def used(self) -> None:
-        """A region after it has run."""
+        """A region that reads this link has run, so results have to be kept when the region is recomputed."""
         self._results.linked = True
 
     def taken(self) -> None:
-        """The region after it has read what it needs."""
+        """The region that reads this link has read what it needs: free the results."""
         self._results.tensors = None
 
 
@@ -116,20 +116,20 @@ class LayerChunk:
         self._stop()
         if not follows:
             return None, {}
-        found: dict[int, Linked] = {}
+        linked: dict[int, Linked] = {}
         for position, tensor in enumerate(tensors):
             for number, (reference, version) in enumerate(outputs):
                 output = reference()
                 if link is not None and output is not None and _is_same(tensor, output, version):
-                    found[position] = Linked(link, number, needs_grad=tensor.requires_grad)
-        if not found and not self._has_warned:
+                    linked[position] = Linked(link, number, needs_grad=tensor.requires_grad)
+        if not linked and not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 f"Recompute: {self.names[index]} is given no tensor that {self.names[index - 1]} returned, as it was returned, so its own "
                 "input is kept as well, and num_layers saves less than it could. Call them one right after the other, or give num_layers=1",
                 stacklevel=2,
             )
-        return (link, found) if found else (None, {})
+        return (link, linked) if linked else (None, {})
 
     def offer(self, index: int, outputs: Sequence[Tensor], link: Link) -> None:
         """Layer `index` has run; the next may link to it as long as its results are alive."""
@@ -145,12 +145,12 @@ class LayerChunk:
             self._outputs = [(weakref.ref(tensor, gone), tensor._version) for tensor in outputs]
 
     def _stop(self) -> None:
-        """Nothing to link to."""
+        """Offer the next layer nothing to link to."""
         self._link, self._outputs = None, []
 
 
 def handle() -> Tensor:
-    """Created inside a region: unpacking its saved tensor recomputes the region."""
+    """A tensor that is computed inside a region and saves another one, so that unpacking that one recomputes the region."""
     return _Handle.apply(torch.empty(0, requires_grad=True, device="cpu"))  # type: ignore[no-any-return]
 
 

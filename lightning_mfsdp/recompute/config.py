@@ -1,4 +1,4 @@
-"""Recompute: which activations are recomputed in backward, as one frozen value."""
+"""Recompute: says which activations are recomputed in backward, as one frozen value of options that are checked."""
 
 from __future__ import annotations
 
@@ -80,10 +80,15 @@ class Recompute:
             "block": ("save_ops", "every_nth"),
             "selective": ("num_layers",),
         }[self.method]
-        given = [one.name for one in fields(self) if one.name in unused and getattr(self, one.name) != one.default]
-        if given:
+        without_effect = [
+            option.name
+            for option in fields(self)
+            if option.name in unused and getattr(self, option.name) != option.default
+        ]
+        if without_effect:
             raise ValueError(
-                f'Recompute(method="{self.method}"): {", ".join(given)} would have no effect; leave it out, or choose another method'
+                f'Recompute(method="{self.method}"): {", ".join(without_effect)} would have no effect; leave it out, or choose another '
+                "method"
             )
         if self.method == "block" and self.num_layers is None:
             raise ValueError('Recompute(method="block"): expected num_layers, how many first layers are recomputed')
@@ -105,14 +110,14 @@ def as_recompute(value: Recompute | Mapping[str, Any] | None) -> Recompute | Non
         return value
     if not isinstance(value, Mapping):
         raise TypeError(f"recompute={value!r}: expected a Recompute, a mapping of its options, or None")
-    known = [one.name for one in fields(Recompute)]
-    unknown = [name for name in value if name not in known]
+    options = [option.name for option in fields(Recompute)]
+    unknown = [name for name in value if name not in options]
     if unknown:
-        raise ValueError(f"recompute: unknown option {unknown[0]!r}; expected {', '.join(known)}")
+        raise ValueError(f"recompute: unknown option {unknown[0]!r}; expected {', '.join(options)}")
     return Recompute(**value)
 
 
-def _strings(name: str, given: object) -> tuple[str, ...]:
-    if isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(one, str) for one in given):
-        raise TypeError(f"Recompute: {name}={given!r}: expected a list of strings")
-    return tuple(given)
+def _strings(name: str, value: object) -> tuple[str, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(entry, str) for entry in value):
+        raise TypeError(f"Recompute: {name}={value!r}: expected a list of strings")
+    return tuple(value)

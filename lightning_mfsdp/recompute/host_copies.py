@@ -1,4 +1,4 @@
-"""Inputs of what is recomputed, in host memory from forward to backward.
+"""HostCopies: keeps inputs of what is recomputed in host memory from forward to backward.
 
     forward     on a side stream, an input is copied out once its region has run; it is released when the next region's is being copied,
                 which waits for the copy, done long before
@@ -30,7 +30,7 @@ class HostCopies:
         self._arriving: tuple[Tensor, torch.cuda.Event] | None = None
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
-        """The side stream."""
+        """The side stream on which inputs are copied in both directions; made at the first call."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
             join_when_gone(self, self._stream)
@@ -44,7 +44,7 @@ class HostCopies:
         return before
 
     def stays(self, copy: HostCopy) -> None:
-        """Backward came before the original was released."""
+        """The original is still needed: backward came before it was released."""
         if self._leaving is copy:
             self._leaving = None
 
@@ -60,7 +60,7 @@ class HostCopies:
 
 
 class HostCopy:
-    """One input.
+    """One input of a region, on the device or in host memory.
 
     Args:
         tensor: Computed by the model; not written to before backward.
@@ -79,7 +79,7 @@ class HostCopy:
         self._before: weakref.ref[HostCopy] | None = None
 
     def send(self) -> None:
-        """Called when the forward has read it."""
+        """Start copying it to host memory: the forward has read it."""
         assert self._tensor is not None, "once"
         tensor = self._tensor.detach()
         if self._device.type != "cuda":

@@ -1,4 +1,4 @@
-"""Which operators keep their results, for `Recompute(save_ops=...)`."""
+"""Says which operators keep their results under `Recompute(save_ops=...)`, and checks the names that users give."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def check_registered(names: Iterable[str]) -> None:
     for name in names:
         if name in _KINDS:
             continue
-        found = _registered(name)
-        if not found:
+        overloads = _registered(name)
+        if not overloads:
             raise ValueError(
                 f"Recompute: save_ops: there is no operator {name!r}, so it would keep nothing; expected a name as in torch.ops, without "
                 "an overload, of a library that was imported before"
             )
-        results = [operator for operator in found if not operator._schema.is_mutable]
+        results = [operator for operator in overloads if not operator._schema.is_mutable]
         if not results:
             raise ValueError(
                 f"Recompute: save_ops: {name!r} writes into memory that it is given and has no result of its own to keep; name the "

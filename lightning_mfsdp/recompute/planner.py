@@ -1,4 +1,4 @@
-"""How many layers to recompute for a memory budget: arithmetic on one recorded step.
+"""plan_recompute: computes from one recorded step how many layers to recompute for a memory budget.
 
 Tensors that autograd keeps share memory (a layer's result is the next one's input), so memory is a set of pieces, and what a choice keeps
 is a union: of what is kept outside of layers, of the inputs of recomputed layers, and of all that the others save.
@@ -198,17 +198,17 @@ def _row(record: StepRecord, count: int) -> PlanRow:
 
 def _most(record: StepRecord, part: Part, again: frozenset[str]) -> int:
     """The most memory in one part of the step if the layers in `again` are recomputed."""
-    own = [layer for layer in record.layers if layer.name == part.layer]
-    saved = [layer.saved for layer in own]
+    own_layers = [layer for layer in record.layers if layer.name == part.layer]
+    saved = [layer.saved for layer in own_layers]
     before = _kept(record, part.waiting, frozenset(), saved)
-    inputs = [layer.inputs for layer in own if layer.name in again]
+    inputs = [layer.inputs for layer in own_layers if layer.name in again]
     during = _kept(
         record, part.waiting, again, [*saved, *inputs]
     )  # in its backward a layer has all it saves, kept or recomputed
     if not part.peak_bytes:
         return during
     most = part.peak_bytes - before + during
-    for layer in own:
+    for layer in own_layers:
         if layer.name in again:
             start = part.start_bytes - before + _kept(record, part.waiting, again, inputs)
             most = max(most, start + layer.forward_bytes)
@@ -235,8 +235,8 @@ def _by_stack(record: StepRecord) -> dict[str, list[LayerRecord]]:
 
 
 def _bytes(pieces: Iterable[Pieces]) -> int:
-    """Bytes of a union."""
+    """Bytes of all pieces, each counted once: layers share some."""
     union: dict[int, int] = {}
-    for one in pieces:
-        union.update(one)
+    for sizes in pieces:
+        union.update(sizes)
     return sum(union.values())

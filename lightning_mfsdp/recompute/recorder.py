@@ -1,4 +1,4 @@
-"""record_step: what each layer keeps for backward, how long its forward takes, and how much memory each part of a step needs."""
+"""record_step: records what each layer keeps for backward, how long its forward takes, and how much memory each part of a step needs."""
 
 from __future__ import annotations
 
@@ -126,22 +126,22 @@ class StepRecorder:
     def _pieces(self, tensors: Sequence[Tensor]) -> dict[int, int]:
         """Bytes by an identity that is not reused, even if the memory is."""
         storages = [tensor.untyped_storage() for tensor in tensors if not isinstance(tensor, nn.Parameter)]
-        found: dict[int, int] = {}
+        sizes: dict[int, int] = {}
         for storage in storages:
             if storage.nbytes() and storage.data_ptr() not in self._weights:
                 reference = StorageWeakRef(storage)
                 self._seen[reference.cdata] = reference  # while it exists, that identity is not reused
-                found[reference.cdata] = storage.nbytes()
-        return found
+                sizes[reference.cdata] = storage.nbytes()
+        return sizes
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """End the last part of the step, and remove the hooks."""
         self._parts.end()
         for hook in self._hooks:
             hook.remove()
 
     def finish(self) -> None:
-        """Read the clocks."""
+        """Wait for the device, and set `record`."""
         end = self._clock.now()
         self._clock.wait()
         self.record = StepRecord(
@@ -196,19 +196,19 @@ class _Parts:
         self._begin("")
 
     def forward_begins(self) -> None:
-        """Forward of a layer begins."""
+        """The forward of a layer begins, and with it another part."""
         self.end()
         self._begin("")
 
     def forward_ended(self, name: str) -> int:
-        """Forward of a layer ends; returns the most that was allocated since it began."""
+        """The forward of a layer ends; returns the most bytes that were allocated since it began."""
         self.end()
         self._waiting.append(name)
         self._begin("")
         return self.done[-1].peak_bytes - self.done[-1].start_bytes
 
     def backward_begins(self, name: str) -> None:
-        """Backward of one call of a layer begins."""
+        """The backward of one call of a layer begins, and with it a part that lasts until the next one."""
         self.end()
         self._waiting.remove(name)
         self._begin(name)
@@ -217,7 +217,7 @@ class _Parts:
         self._layer, self._start_bytes = layer, self._memory.begin()
 
     def end(self) -> None:
-        """The current part is over."""
+        """The current part is over: add it to `done`."""
         waiting = tuple(dict.fromkeys(self._waiting))
         peak_bytes = self._memory.peak()
         self.done.append(Part(layer=self._layer, waiting=waiting, start_bytes=self._start_bytes, peak_bytes=peak_bytes))
@@ -250,9 +250,11 @@ def _any_needs_grad(*tensors: Iterable[Tensor]) -> bool:
 
 def _weight_storages(root: nn.Module) -> set[int]:
     """Storages of weights at the moment, including unsharded ones of units."""
-    shown = [one for module in root.modules() for one in module._parameters.values() if one is not None]
-    unsharded = [found for one in shown if (found := unsharded_of(one)) is not None]
-    plain = [one for one in shown if type(one) is nn.Parameter]
+    shown = [
+        parameter for module in root.modules() for parameter in module._parameters.values() if parameter is not None
+    ]
+    unsharded = [whole for parameter in shown if (whole := unsharded_of(parameter)) is not None]
+    plain = [parameter for parameter in shown if type(parameter) is nn.Parameter]
     return {weight.untyped_storage().data_ptr() for weight in (*unsharded, *plain)} - {0}
 
 
@@ -273,22 +275,22 @@ class DeviceMemory:
         self._device = device
 
     def begin(self) -> int:
-        """As of `MemoryCounter`."""
+        """Reset the allocator's peak; returns the bytes that are allocated."""
         torch.cuda.reset_peak_memory_stats(self._device)
         return torch.cuda.memory_allocated(self._device)
 
     def peak(self) -> int:
-        """As of `MemoryCounter`."""
+        """The most bytes that were allocated since `begin`."""
         return torch.cuda.max_memory_allocated(self._device)
 
 
 class NoMemory:
-    """No counting: every number is 0."""
+    """A `MemoryCounter` for a CPU, whose allocations are not counted: every number is 0."""
 
     def begin(self) -> int:
-        """As of `MemoryCounter`."""
+        """Returns 0 bytes."""
         return 0
 
     def peak(self) -> int:
-        """As of `MemoryCounter`."""
+        """Returns 0 bytes."""
         return 0

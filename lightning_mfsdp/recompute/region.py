@@ -52,8 +52,8 @@ _REGION = "_mfsdp_recompute"
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache")
 
 
-def _is_updated(given: Any) -> bool:
-    return callable(getattr(given, "update", None)) and not isinstance(given, Mapping)
+def _is_updated(cache: Any) -> bool:
+    return callable(getattr(cache, "update", None)) and not isinstance(cache, Mapping)
 
 
 def region_of(module: nn.Module) -> Region | None:
@@ -139,7 +139,7 @@ class Region:
             module.__dict__["forward"] = self
 
     def remove(self) -> None:
-        """Restore the module's own forward."""
+        """Give the module its own forward again; one that was compiled since stays, and saves all activations."""
         module = self._module()
         if module is None:
             return
@@ -165,16 +165,16 @@ class Region:
             raise EngineStateError(
                 f"{self.name}: its forward was copied without its module; copy the module (copy.deepcopy(module))"
             )
-        made = Region.__new__(Region)
-        made.__dict__.update(self.__dict__)
-        made.function = copy.deepcopy(self.function, memo)
+        region = Region.__new__(Region)
+        region.__dict__.update(self.__dict__)
+        region.function = copy.deepcopy(self.function, memo)
         if self._chunk is not None:
-            made.config = replace(self.config, num_layers=None)
-        made._module, made._routers, made._chunk = weakref.ref(twin), None, None
-        return made
+            region.config = replace(self.config, num_layers=None)
+        region._module, region._routers, region._chunk = weakref.ref(twin), None, None
+        return region
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward."""
+        """Compute the module's forward, saving only its inputs where a backward may follow."""
         if self.tiles is None or not self.enabled:
             return self._run(None, *args, **kwargs)
         if torch.compiler.is_compiling():
@@ -195,7 +195,7 @@ class Region:
         return self._kept(args, kwargs, saved)
 
     def body(self, *args: Any, **kwargs: Any) -> Any:
-        """What is computed."""
+        """What the region computes, as without recomputation."""
         if self.function is not None:
             return self.function(*args, **kwargs)
         module = self._module()
@@ -212,9 +212,9 @@ class Region:
     def _kept(self, args: tuple[Any, ...], kwargs: dict[str, Any], saved: SavedPiece | None) -> Any:
         named = {**dict(zip(self.__signature__.parameters, args, strict=False)), **kwargs}
         for name in _CACHES:
-            given = named.get(name)
+            cache = named.get(name)
             # Layers of other libraries may call anything a cache; one that is written to has an update method, and is not a dict of tables.
-            if given is not None and (name != "cache" or _is_updated(given)):
+            if cache is not None and (name != "cache" or _is_updated(cache)):
                 raise EngineStateError(
                     f"{self.name} was given {name}, a cache that its forward writes to, and would write to again in backward; call the "
                     "model with use_cache=False, or set model.config.use_cache = False"
@@ -302,17 +302,17 @@ class Region:
 
     def placed(self, tensors: list[Tensor]) -> tuple[Link | None, dict[int, Linked | HostCopy | SavedPiece]]:
         """Inputs that are not simply kept, by position."""
-        link, found = (None, {}) if self._chunk is None else self._chunk.inputs(self._index, tensors)
-        places: dict[int, Linked | HostCopy | SavedPiece] = dict(found)
+        link, linked = (None, {}) if self._chunk is None else self._chunk.inputs(self._index, tensors)
+        places: dict[int, Linked | HostCopy | SavedPiece] = dict(linked)
         for position, tensor in enumerate(tensors if self._copies is not None else ()):
             if position not in places and tensor.requires_grad and not tensor.is_leaf:
                 places[position] = HostCopy(tensor, self.name, self._copies)  # type: ignore[arg-type]
         return link, places
 
-    def offer(self, output: Any, results: Results, made: Tensor | None, link: Link | None) -> None:
+    def offer(self, output: Any, results: Results, handle_of_region: Tensor | None, link: Link | None) -> None:
         """Let the next layer of the chunk link to what this one returned."""
-        if self._chunk is not None and made is not None:
-            self._chunk.offer(self._index, tensors_in(output), Link(results, made, link))
+        if self._chunk is not None and handle_of_region is not None:
+            self._chunk.offer(self._index, tensors_in(output), Link(results, handle_of_region, link))
 
     @property
     def is_chunked(self) -> bool:
@@ -328,13 +328,13 @@ class Region:
         return [router for reference in self._routers if (router := reference()) is not None]
 
     def gather_again(self) -> None:
-        """Inside a backward, unshard the weights."""
+        """Inside a backward, have the weights of the module's units unsharded for a repeated forward."""
         module = self._module()
         if module is not None:
             gather_again(module)
 
     def statistics_counted_once(self) -> AbstractContextManager[None]:
-        """Context around a forward that runs again."""
+        """Context around a forward that runs again, in which norms do not count a batch a second time."""
         module = self._module()
         if self._keeps_statistics is None:  # determined once, since most have none
             self._keeps_statistics = module is not None and keeps_statistics(module)
@@ -365,9 +365,9 @@ class RegionCall:
         self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any], saved: SavedPiece | None = None
     ) -> None:
         self._region = region
-        self._given: tuple[Any, Any] | None = (args, kwargs)
+        self._first_arguments: tuple[Any, Any] | None = (args, kwargs)
         self._results = Results()
-        self._made: Tensor | None = None
+        self._handle: Tensor | None = None
         self._precision = region.snapshot()
         self._routers = region.routers
         self._choices = KeptChoices(len(self._routers))
@@ -383,13 +383,13 @@ class RegionCall:
         self._draws = KeptDraws(region.kept_draws, self.device)
         # PyTorch takes the device of random numbers from the tensors among its arguments.
         self._marks = [tensors[0].detach().new_empty(0)] if tensors else []
-        self.values = [*self._marks, *(places.get(position, one) for position, one in enumerate(tensors))]
+        self.values = [*self._marks, *(places.get(position, tensor) for position, tensor in enumerate(tensors))]
 
     def __call__(self, *values: Any) -> Any:
         """The forward, or the repeated forward."""
-        given, self._given = self._given, None
-        again = given is None
-        args, kwargs = given or filled(self._outline, [_taken(one) for one in values[len(self._marks) :]])
+        first_arguments, self._first_arguments = self._first_arguments, None
+        again = first_arguments is None
+        args, kwargs = first_arguments or filled(self._outline, [_taken(value) for value in values[len(self._marks) :]])
         with ExitStack() as stack:
             if again:
                 self._settle()
@@ -403,30 +403,30 @@ class RegionCall:
                 stack.enter_context(self._draws.around(again=again))
             if self._routers:
                 stack.enter_context(self._choices.around(self._routers, again=again))
-            made = handle() if self._region.is_chunked else None
+            own_handle = handle() if self._region.is_chunked else None
             if again:
                 output = self._region.body(*args, **kwargs)
                 self._results.note(tensors_in(output))
             else:
-                self._made = made
+                self._handle = own_handle
                 output = self._region.draw(self.device, args, kwargs)
         return output
 
     def _settle(self) -> None:
-        """Inputs and weights are available."""
+        """Before a repeated forward: let the previous layer's results go, which were read, and have weights gathered."""
         if self._link is not None:
             self._link.taken()
         self._region.gather_again()
 
     def end(self, output: Any) -> None:
-        """The forward has run."""
-        made, self._made = self._made, None
+        """After the first forward: send inputs to host memory, and let the next layer link to this one."""
+        own_handle, self._handle = self._handle, None
         copies, self._copies, self.values = self._copies, (), []
-        for one in copies:
-            one.send()
+        for copied in copies:
+            copied.send()
         if self._link is not None:
             self._link.used()
-        self._region.offer(output, self._results, made, self._link)
+        self._region.offer(output, self._results, own_handle, self._link)
 
 
 def _taken(value: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""The state that a repeated forward must find as in the first one: its arguments, the precision, norms, routes, random numbers.
+"""Has a repeated forward find its state as in the first one: its arguments, the precision, norms, routes, random numbers.
 
 arguments     containers of its own, from which tensors are taken out. A layer may replace entries of a dict that it is given, or add to a
               list. The forward gets the caller's containers, so the caller sees changes; the repeated one gets them as they were before.
@@ -44,7 +44,7 @@ __all__ = [
 
 
 class _Place:
-    """Of a tensor."""
+    """What stands in an outline for a tensor: its index among those that were taken out."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -106,7 +106,7 @@ _COUNT = "num_batches_tracked"
 
 
 def keeps_statistics(module: nn.Module) -> bool:
-    """Whether it is, or has inside, a norm with running statistics."""
+    """Whether a module is a norm with running statistics, or has one inside."""
     return any(part._buffers.get(_COUNT) is not None for part in module.modules())
 
 

@@ -1,4 +1,4 @@
-"""Tiles: a module that treats each token by itself is computed for pieces of its sequence, one after the other.
+"""in_tiles: computes a module that treats each token by itself for pieces of its sequence, one after the other.
 
 Each piece is a checkpoint. Autograd runs later nodes first, so in backward a piece is recomputed and differentiated before the one in front
 of it is: activations of one piece exist at a time. Autograd adds up what the pieces contribute to the gradient of a weight before it
@@ -128,9 +128,9 @@ def in_tiles(
     saved = [SavedPiece(piece) if saves else None for piece in pieces]
     results = []
     for piece, kept in zip(pieces, saved, strict=True):
-        given = [piece if one is whole else one for one in args]
-        named = {key: piece if one is whole else one for key, one in kwargs.items()}
-        result = function(kept, *given, **named)
+        positional = [piece if argument is whole else argument for argument in args]
+        named = {key: piece if argument is whole else argument for key, argument in kwargs.items()}
+        result = function(kept, *positional, **named)
         if not isinstance(result, Tensor) or result.shape[:-1] != piece.shape[:-1]:
             got = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
             raise ValueError(
