@@ -1,4 +1,4 @@
-"""Checks of a model for FP8, and the options it was prepared with.
+"""Refuses models that FP8 would compute wrongly, or not at all, and stores in a model the options that it was prepared with.
 
 Layers, contexts and weights depend on how a run prepared a model, and another run may require something else: `Prepared`.
 """
@@ -110,17 +110,17 @@ def check_devices(quantized: Mapping[str, nn.Module]) -> None:
     """Raise a ValueError for FP8 weights on another GPU than this rank's: their scales would stay there."""
     if not torch.cuda.is_available():
         return
-    here = torch.device("cuda", torch.cuda.current_device())
+    own_device = torch.device("cuda", torch.cuda.current_device())
     for name, module in quantized.items():
         for parameter in filter(is_quantized, module.parameters(recurse=False)):
-            if parameter.device not in (here, torch.device("meta")):
+            if parameter.device not in (own_device, torch.device("meta")):
                 raise ValueError(
-                    f"{name} has FP8 weights on {parameter.device}, and this rank computes on {here}: it was built before ranks had "
+                    f"{name} has FP8 weights on {parameter.device}, and this rank computes on {own_device}: it was built before ranks had "
                     "their devices. Build it in configure_model, or call torch.cuda.set_device first"
                 )
 
 
-_KEY = "_mfsdp_fp8"
+_KEY = "_mfsdp_fp8"  # attribute of a module that is prepared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,8 +142,8 @@ class Prepared:
     @staticmethod
     def of(root: nn.Module) -> Prepared | None:
         """How a model, or some module in it, was prepared; `None` if it was not."""
-        own = (module for module in root.modules() if library.is_engine_module(module))
-        return next((vars(module)[_KEY] for module in own if _KEY in vars(module)), None)
+        modules = (module for module in root.modules() if library.is_engine_module(module))
+        return next((vars(module)[_KEY] for module in modules if _KEY in vars(module)), None)
 
     def note(self, root: nn.Module) -> None:
         """Store it in each module, so that parts of the model have it as well, and modules added later do not."""

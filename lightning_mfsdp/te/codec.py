@@ -111,10 +111,10 @@ class _Codec(ABC):
         owned = [item.main.numel() > 0 for item in fragments]
         load("pytorch.tensor.utils").quantize_master_weights(
             [item.parameter for item in fragments],
-            [self.source(item) if own else None for item, own in zip(fragments, owned, strict=True)],
-            [item.start if own else None for item, own in zip(fragments, owned, strict=True)],
+            [self.source(item) if has_rows else None for item, has_rows in zip(fragments, owned, strict=True)],
+            [item.start if has_rows else None for item, has_rows in zip(fragments, owned, strict=True)],
             group,
-            [self.destination(item) if own else None for item, own in zip(fragments, owned, strict=True)],
+            [self.destination(item) if has_rows else None for item, has_rows in zip(fragments, owned, strict=True)],
             manual_post_all_gather_processing=True,
         )
         for item in fragments:
@@ -125,7 +125,7 @@ class _Codec(ABC):
         return item.main
 
     def destination(self, item: Fragment) -> Any:
-        """Where the library writes one fragment."""
+        """The memory, or the object over it, into which the library writes one fragment."""
         return item.outputs[0]
 
     def after_gather(self, parameters: Sequence[nn.Parameter]) -> None:

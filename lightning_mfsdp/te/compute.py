@@ -127,24 +127,24 @@ class Fp8Compute:
 
     # -- the model -----------------------------------------------------------------------------------------------------
 
-    def policy(self, given: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    def policy(self, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
         """A policy with a codec for the library's quantized weights, unless it has one already.
 
         Raises:
             ValueError: Its codec contradicts the options, or it computes in float16.
         """
-        if given.compute_dtype is torch.float16:
+        if policy.compute_dtype is torch.float16:
             raise ValueError(
                 "policy.compute_dtype=torch.float16 beside FP8: modules compute in bfloat16 what they do not in 8 bits, so weights "
                 "gathered in float16 would be rounded twice; expected torch.bfloat16, torch.float32 or None"
             )
         keep = self.options.keep_transpose_cache
         ours = weight_codecs(keep_transpose_cache=keep)
-        if keep and given.weight_codecs not in ((), ours):
+        if keep and policy.weight_codecs not in ((), ours):
             raise ValueError(
                 "keep_transpose_cache=True, and a policy with weight_codecs of its own, which decide that: give one of them"
             )
-        return given if given.weight_codecs else replace_field(given, weight_codecs=ours)
+        return policy if policy.weight_codecs else replace_field(policy, weight_codecs=ours)
 
     def building(self) -> AbstractContextManager[Any]:
         """Context around code that builds modules."""
@@ -165,7 +165,7 @@ class Fp8Compute:
                 of which an earlier run prepared all in another way, or a part.
         """
         self._group = group
-        if all(known is not root for known in self._present_roots()):
+        if all(earlier is not root for earlier in self._present_roots()):
             self._roots.append(weakref.ref(root))
         overrides = self._overrides(root)
         before = Prepared.of(root)
@@ -248,8 +248,8 @@ class Fp8Compute:
 
     def scaling(self, roots: Mapping[str, nn.Module]) -> dict[str, Any]:
         """Scales and histories of models, under their names in a checkpoint; empty unless scaling is delayed and a module has run."""
-        found = {key: extra_state.scaling(root) for key, root in roots.items()} if self._is_delayed else {}
-        return {key: states for key, states in found.items() if states}
+        states_of = {key: extra_state.scaling(root) for key, root in roots.items()} if self._is_delayed else {}
+        return {key: states for key, states in states_of.items() if states}
 
     def load_scaling(self, roots: Mapping[str, nn.Module], saved: Mapping[str, Any]) -> list[str]:
         """Restore what `scaling` returned; returns names of modules that do not use theirs here."""

@@ -1,4 +1,4 @@
-"""State that modules of Transformer Engine keep besides their parameters, in checkpoints that can be read without trust.
+"""Saves what modules of Transformer Engine keep besides their parameters as plain tensors, which can be read without trust.
 
 The library saves it as a pickle inside a tensor, which it refuses to read unless an environment variable allows any code to run. So
 state dicts carry none of it, and the only such state, scales and histories of delayed scaling, is saved as plain tensors.
@@ -47,15 +47,15 @@ def check_savable(root: nn.Module) -> None:
 
 def scaling(root: nn.Module) -> dict[str, dict[str, Any]]:
     """Scales and histories under delayed scaling, on the CPU, by module name; empty if there are none. Ranks have the same ones."""
-    found: dict[str, dict[str, Any]] = {}
+    states_by_name: dict[str, dict[str, Any]] = {}
     for name, module in _quantized(root):
         states = dict(_states(module))
         if states:
-            found[name] = {
+            states_by_name[name] = {
                 "num_gemms": module.fp8_meta["num_gemms"],
                 **{key: {part: getattr(state, part).cpu() for part in _PARTS} for key, state in states.items()},
             }
-    return found
+    return states_by_name
 
 
 def load_scaling(root: nn.Module, saved: dict[str, dict[str, Any]], recipe_of: Callable[[str], Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Linear layers of Transformer Engine of which the ranks of a tensor axis have parts.
+"""Answers what tensor parallelism has to know of linear layers of Transformer Engine, of which each rank has a part.
 
 A layer computes with the weight it holds, of whatever shape. What a part must be known for is the bias, which is added once, and the sizes
 that its recipe can multiply.
@@ -56,9 +56,9 @@ def note_multiple(layer: nn.Module, multiple: int) -> None:
 
 
 def multiple_of(layer: nn.Module) -> int:
-    """What was stored; 1 for other layers."""
-    found: int = vars(layer).get(_MULTIPLE, 1)
-    return found
+    """The number that `note_multiple` stored; 1 for other layers."""
+    multiple: int = vars(layer).get(_MULTIPLE, 1)
+    return multiple
 
 
 def bias_apart() -> dict[str, Any]:

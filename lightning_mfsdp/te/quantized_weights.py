@@ -1,4 +1,4 @@
-"""FP8 weights in modules of Transformer Engine: which modules get them, and how an ordinary weight is converted.
+"""Finds modules of Transformer Engine that have, or will have, FP8 weights, and converts ordinary weights to these.
 
 Modules that are built inside `quantized_init` have them from the start. A layer in place of one of `torch.nn` begins with the weight
 object of that one, which is quantized once it has its value: when its unit is sharded (`quantize_late`). Until then it may be on meta,
@@ -47,7 +47,7 @@ def quantized_modules(root: nn.Module) -> dict[str, nn.Module]:
     return {
         name: module
         for name, module in root.named_modules()
-        if has_quantized_weights(module) and any(own.dim() == 2 for own in module.parameters(recurse=False))
+        if has_quantized_weights(module) and any(parameter.dim() == 2 for parameter in module.parameters(recurse=False))
     }
 
 
@@ -96,11 +96,11 @@ def _quantize(layer: Any, weight: nn.Parameter, device: torch.device) -> None:
         parameters["weight"] = nn.Parameter(weight.detach().to(device, _NOMINAL))
         type(layer).reset_parameters(layer)
     parameters.update(others)
-    made = parameters["weight"]
+    quantized = parameters["weight"]
     for name, value in vars(weight).items():
-        setattr(made, name, value)  # attributes that users set on parameters, for their optimizer's groups
+        setattr(quantized, name, value)  # attributes that users set on parameters, for their optimizer's groups
     # The library would have kept the rounded one.
     kept = [weight.detach()]
-    made.get_high_precision_init_val = lambda: kept[0] if kept else None
-    made.clear_high_precision_init_val = kept.clear
-    made.requires_grad_(weight.requires_grad)
+    quantized.get_high_precision_init_val = lambda: kept[0] if kept else None
+    quantized.clear_high_precision_init_val = kept.clear
+    quantized.requires_grad_(weight.requires_grad)

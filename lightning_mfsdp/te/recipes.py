@@ -1,4 +1,4 @@
-"""How tensors are scaled before they are rounded to 8 bits, and where: recipes by name, and layers with another one than the run's.
+"""Makes recipes, which say how tensors are scaled before they are rounded to 8 bits, and finds the layers that have another one.
 
 A recipe is checked by name where the user passes it, and created, by the library and for this device, when a run begins. Some layers
 compute with another recipe, or in high precision: `Overrides`.
@@ -53,31 +53,33 @@ def make_recipe(recipe: Any) -> Any:
         ValueError: It has state that no checkpoint could hold.
     """
     recipes = library.load("common.recipe")
-    made = getattr(recipes, RECIPES[recipe])() if isinstance(recipe, str) else recipe
-    if not isinstance(made, recipes.Recipe):
+    made_recipe = getattr(recipes, RECIPES[recipe])() if isinstance(recipe, str) else recipe
+    if not isinstance(made_recipe, recipes.Recipe):
         raise TypeError(
             f"recipe={recipe!r}: expected a name or a recipe of transformer_engine.common.recipe, got {type(recipe).__name__}"
         )
-    reason = _why_not(made)
+    reason = _why_not(made_recipe)
     if reason:
         others = [repr(name) for name, kind in RECIPES.items() if not _why_not(getattr(recipes, kind)())]
         raise RuntimeError(
-            f"recipe {type(made).__name__} cannot run on {torch.cuda.get_device_name()}: {reason} Recipes that can: "
+            f"recipe {type(made_recipe).__name__} cannot run on {torch.cuda.get_device_name()}: {reason} Recipes that can: "
             f"{', '.join(others) or 'none'}. Without FP8, use precision='bf16-mixed'"
         )
-    if made.delayed() and (made.fp8_dpa or made.fp8_mha):
+    if made_recipe.delayed() and (made_recipe.fp8_dpa or made_recipe.fp8_mha):
         raise ValueError(
-            f"{type(made).__name__}(fp8_dpa=..., fp8_mha=...): attention in FP8 under delayed scaling keeps a history that cannot be saved "
-            'safely. Use recipe="current", or leave attention in high precision'
+            f"{type(made_recipe).__name__}(fp8_dpa=..., fp8_mha=...): attention in FP8 under delayed scaling keeps a history that cannot "
+            'be saved safely. Use recipe="current", or leave attention in high precision'
         )
-    return made
+    return made_recipe
 
 
 def alignment(recipe: Any, *, quantized: bool = False) -> int:
     """The number that both sizes of a weight, or of a `quantized` one kept in 8 bits, must be multiples of."""
     kinds = {"block": recipe.float8_block_scaling, "mxfp8": recipe.mxfp8, "nvfp4": recipe.nvfp4}
-    known = ALIGNMENTS[next((name for name, is_it in kinds.items() if is_it()), "current")]  # "delayed" has the same
-    return known.quantized_weights or known.weights if quantized else known.weights
+    alignments = ALIGNMENTS[
+        next((name for name, is_it in kinds.items() if is_it()), "current")
+    ]  # "delayed" has the same
+    return alignments.quantized_weights or alignments.weights if quantized else alignments.weights
 
 
 def _why_not(recipe: Any) -> str:
@@ -88,14 +90,14 @@ def _why_not(recipe: Any) -> str:
 
 def outermost(root: nn.Module) -> dict[str, nn.Module]:
     """Modules of the library that are inside no other of them, by name."""
-    found: dict[str, nn.Module] = {}
+    modules: dict[str, nn.Module] = {}
     last: str | None = None
     for name, module in root.named_modules():  # inner modules follow right after the one around them
         is_inside = last is not None and (not last or name.startswith(f"{last}."))
         if not is_inside and library.is_engine_module(module):
-            found[name] = module
+            modules[name] = module
             last = name
-    return found
+    return modules
 
 
 class Overrides:
@@ -111,8 +113,8 @@ class Overrides:
     """
 
     def __init__(self, root: nn.Module, kept: Iterable[str], others: Mapping[str, Any]) -> None:
-        given = [*((pattern, None) for pattern in kept), *others.items()]
-        self._rules = [(pattern, _resolved(root, pattern), recipe) for pattern, recipe in given]
+        rules = [*((pattern, None) for pattern in kept), *others.items()]
+        self._rules = [(pattern, _resolved(root, pattern), recipe) for pattern, recipe in rules]
 
     def find(self, name: str, default: Any) -> Any:
         """The recipe of a layer, `None` for high precision."""
@@ -121,11 +123,11 @@ class Overrides:
 
     def check_all_match(self, names: Iterable[str]) -> None:
         """Raise a ValueError for a pattern that none of the names matches."""
-        known = list(names)
-        for given, pattern, _ in self._rules:
-            if not any(_matches(name, pattern) for name in known):
+        layers = list(names)
+        for rule, pattern, _ in self._rules:
+            if not any(_matches(name, pattern) for name in layers):
                 raise ValueError(
-                    f"keep_high_precision, overrides: {given!r} matches no layer that could compute in FP8; those are {known[:6]}"
+                    f"keep_high_precision, overrides: {rule!r} matches no layer that could compute in FP8; those are {layers[:6]}"
                 )
 
 
@@ -164,6 +166,6 @@ def _resolved(root: nn.Module, pattern: str) -> str:
             f"{pattern!r} means a block of the model, an entry of its largest ModuleList or Sequential, and {type(root).__name__} has "
             "neither; give names of modules"
         )
-    name, stack = max(blocks, key=lambda found: sum(parameter.numel() for parameter in found[1].parameters()))
+    name, stack = max(blocks, key=lambda named: sum(parameter.numel() for parameter in named[1].parameters()))
     entry = "0" if pattern == "first" else str(len(stack) - 1)
     return f"{name}.{entry}" if name else entry

@@ -32,14 +32,14 @@ def replaceable(root: nn.Module) -> dict[str, nn.Module]:
     Not replaced: layers with a forward, buffers or entries of a state dict of their own, norms without weight, bias or a number for
     eps, which the library does not have, and those of which attention of `torch.nn` only reads the weights.
     """
-    found: dict[str, nn.Module] = {}
+    layers: dict[str, nn.Module] = {}
     inside: set[int] = set()  # modules that use their children's parameters themselves
     for name, module in root.named_modules():
         if isinstance(module, nn.MultiheadAttention) or library.is_engine_module(module):
             inside.update(id(part) for part in module.modules())
         if name and id(module) not in inside and _maker(module) is not None:
-            found[name] = module
-    return found
+            layers[name] = module
+    return layers
 
 
 def replace(
@@ -144,11 +144,11 @@ def _is_full_norm(layer: nn.Module) -> bool:
 def _made(name: str, layer: nn.Module, *, fused: bool) -> nn.Module:
     maker = _maker(layer)
     assert maker is not None, "replaceable() found it"
-    made = maker(name, layer, fused)
+    new_layer = maker(name, layer, fused)
     # One dictionary for both: parameters that are put into the new layer are also put into the old one, which can reset them.
-    made._parameters = layer._parameters
-    made.reset_parameters = layer.reset_parameters
-    return made.train(layer.training)
+    new_layer._parameters = layer._parameters
+    new_layer.reset_parameters = layer.reset_parameters
+    return new_layer.train(layer.training)
 
 
 def _check_hooks(name: str, layer: nn.Module) -> None:

@@ -45,7 +45,7 @@ def fuse_weight_gradients(module: nn.Module) -> list[str]:
             elif not all("main_grad" in vars(weight) for weight in foreign):
                 layer.fuse_wgrad_accumulation = False
     weights = {name: _weights_of(layer) for name, layer in layers.items()}
-    uses = Counter(id(weight) for found in weights.values() for weight in found)
+    uses = Counter(id(weight) for weights_of_layer in weights.values() for weight in weights_of_layer)
     for name, layer in layers.items():
         fused = _FusedLayer(weights[name], overwrites=all(uses[id(weight)] == 1 for weight in weights[name]))
         fused.prepare()
@@ -89,7 +89,7 @@ class _FusedLayer:
                 weight.get_main_grad = partial(self._memory, index, overwrites=self._overwrites)
 
     def before_forward(self, *_: object) -> None:
-        """Forward pre-hook."""
+        """A forward pre-hook: after an overwriting product that was not the first for its weight, later ones add."""
         if self._collided and self._overwrites:
             self._overwrites = False
             self.prepare()
