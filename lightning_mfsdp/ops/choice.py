@@ -25,11 +25,11 @@ def math_for(logits: Tensor) -> TileMath:
 
 @cache
 def _has_triton() -> bool:
-    found = importlib.util.find_spec("triton") is not None
-    if not found:
+    is_installed = importlib.util.find_spec("triton") is not None
+    if not is_installed:
         warnings.warn(
             "triton is not installed, so log-probabilities on CUDA are computed by several PyTorch operations each, slower and with a "
             "little more memory; install triton",
             stacklevel=2,
         )
-    return found
+    return is_installed

@@ -1,4 +1,4 @@
-"""Batches of samples of different lengths, as one slab of tokens whose size suits low precision.
+"""AlignedCollator: makes of samples of different lengths a batch whose number of tokens suits low precision.
 
 FP8 products require a number of rows that is a multiple of some number. Under data-parallel sharding a layer sees all tokens of a rank
 at once, so only their total matters: the slab is padded once, at its end, and not sample by sample.
@@ -174,7 +174,7 @@ class AlignedCollator:
         }
 
     def _width(self, num_rows: int, longest: int) -> int:
-        """Columns of a padded batch."""
+        """Columns of a padded batch: its longest row, and as many more as make its size a multiple of the recipe's."""
         if self.num_tokens is None:
             alignment = alignment_of(self.recipe)
             step = alignment // math.gcd(alignment, num_rows)
@@ -211,10 +211,10 @@ def _sample(index: int, sample: Any) -> tuple[Tensor, Tensor]:
 
 
 def _integers(index: int, values: Any) -> Tensor:
-    given = _tensor(values)
-    if given.numel() and (given.is_floating_point() or given.is_complex()):
-        raise ValueError(f"AlignedCollator: sample {index}: expected integers, got {given.dtype}")
-    return given.to(torch.int64)
+    tensor = _tensor(values)
+    if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
+        raise ValueError(f"AlignedCollator: sample {index}: expected integers, got {tensor.dtype}")
+    return tensor.to(torch.int64)
 
 
 def _tensor(values: Any) -> Tensor:

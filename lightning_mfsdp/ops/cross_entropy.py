@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear layer over a large vocabulary.
+"""linear_cross_entropy: the loss of a linear layer over a large vocabulary, without keeping its logits.
 
 The gradient of a mean or a sum is known up to one number, the gradient of the loss itself. So it can be computed in forward, while the
 logits exist; backward multiplies it by that number. That is three products with the weight instead of four. It needs tiles that hold
@@ -35,21 +35,21 @@ __all__ = ["linear_cross_entropy"]
 
 @dataclass(frozen=True, kw_only=True)
 class _Loss:
-    """Of one token: `lse - (1 - smoothing) * z[target] - smoothing * mean(z) + z_loss * lse ** 2`."""
+    """The loss of one token: `lse - (1 - smoothing) * z[target] - smoothing * mean(z) + z_loss * lse ** 2`."""
 
     options: SoftmaxOptions
     smoothing: float
     z_loss: float
     num_ids: int  # of this rank
 
-    def of_tokens(self, found: Tensor, target: Tensor) -> Tensor:
+    def of_tokens(self, statistics: Tensor, target: Tensor) -> Tensor:
         """`[T]` from statistics `[4, T]`; 0 where ignored."""
-        loss = -log_probability(found, target, self.num_ids, self.options)
+        loss = -log_probability(statistics, target, self.num_ids, self.options)
         if self.smoothing:
-            spread = found[TARGET] - found[TOTAL] / (self.num_ids * self.options.num_parts)
+            spread = statistics[TARGET] - statistics[TOTAL] / (self.num_ids * self.options.num_parts)
             loss = loss + self.smoothing * self._where_counted(spread, target)
         if self.z_loss:
-            loss = loss + self.z_loss * self._where_counted(found[LSE].square(), target)
+            loss = loss + self.z_loss * self._where_counted(statistics[LSE].square(), target)
         return loss
 
     def _where_counted(self, values: Tensor, target: Tensor) -> Tensor:
@@ -145,10 +145,10 @@ class _SumOfLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, loss: _Loss) -> Tensor:
         projection = loss.options.projection(hidden, weight, bias, target)
-        found, gradients = _forward_and_backward(projection, loss, wanted_by(ctx, (hidden, weight, bias)))
-        ctx.save_for_backward(hidden, weight, bias, target, found)
+        statistics, gradients = _forward_and_backward(projection, loss, wanted_by(ctx, (hidden, weight, bias)))
+        ctx.save_for_backward(hidden, weight, bias, target, statistics)
         ctx.loss, ctx.gradients = loss, gradients
-        return loss.of_tokens(found, target).sum()
+        return loss.of_tokens(statistics, target).sum()
 
     @staticmethod
     @once_differentiable
@@ -157,12 +157,12 @@ class _SumOfLosses(torch.autograd.Function):
         ctx.gradients = None
         if gradients is not None:
             return *gradients.results(grad), None, None
-        hidden, weight, bias, target, found = ctx.saved_tensors
+        hidden, weight, bias, target, statistics = ctx.saved_tensors
         loss: _Loss = ctx.loss
         projection = loss.options.projection(hidden, weight, bias, target)
-        factors = loss.factors(found[LSE], target) * grad
+        factors = loss.factors(statistics[LSE], target) * grad
         wanted = wanted_by(ctx, (hidden, weight, bias))
-        again = projection.gradients(found[LSE], factors, loss.options.token_chunk, wanted)
+        again = projection.gradients(statistics[LSE], factors, loss.options.token_chunk, wanted)
         return *again.results(), None, None
 
 
@@ -170,8 +170,8 @@ def _forward_and_backward(projection: Projection, loss: _Loss, wanted: Wanted) -
     """Statistics `[4, T]` and the gradients of the sum of losses, each tile of logits being computed once."""
     hidden, weight = projection.hidden, projection.weight
     tiling = Tiling.for_statistics(hidden, weight, loss.options.token_chunk)
-    found = hidden.new_empty(NUMBERS, hidden.shape[0], dtype=wide_dtype(hidden.dtype))
-    factors = torch.empty_like(found)
+    statistics = hidden.new_empty(NUMBERS, hidden.shape[0], dtype=wide_dtype(hidden.dtype))
+    factors = torch.empty_like(statistics)
     gradients, memory, columns = (
         ProjectionGradients(projection, tiling, wanted),
         projection.memory(tiling),
@@ -179,9 +179,9 @@ def _forward_and_backward(projection: Projection, loss: _Loss, wanted: Wanted) -
     )
     for rows in slices(hidden.shape[0], tiling.tokens):
         tile = projection.logits(rows, columns, memory)
-        projection.describe(rows, tile, found)
-        factors[:, rows] = loss.factors(found[LSE, rows], projection.target[rows])
+        projection.describe(rows, tile, statistics)
+        factors[:, rows] = loss.factors(statistics[LSE, rows], projection.target[rows])
         if any(wanted):
-            projection.differentiate(rows, columns, tile, found[LSE], factors)
+            projection.differentiate(rows, columns, tile, statistics[LSE], factors)
             gradients.add(projection, rows, columns, tile)
-    return found, gradients
+    return statistics, gradients

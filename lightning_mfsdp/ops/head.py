@@ -1,4 +1,4 @@
-"""The last layer of a language model as one module: hidden states in, loss or log-probabilities out.
+"""LinearLossHead: the last layer of a language model as one module: hidden states in, loss or log-probabilities out.
 
 A parameter of a sharded module is whole only while its unit runs, so what needs the weight must be computed in the forward of the module
 that owns it.

@@ -1,4 +1,4 @@
-"""Inputs of the public functions: checked, flattened to tokens, and cast to the compute dtype."""
+"""Checks inputs of the public functions, flattens them to tokens, and casts them to the compute dtype."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class SoftmaxOptions:
 
     @property
     def shaping(self) -> Shaping:
-        """Temperature and softcap."""
+        """How logits become `z`: the temperature and the softcap of these options."""
         return Shaping(temperature=self.temperature, softcap=self.softcap)
 
     @property

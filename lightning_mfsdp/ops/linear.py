@@ -1,4 +1,4 @@
-"""Logits that are computed tile by tile from hidden states and a weight, used, and discarded.
+"""Computes logits tile by tile from hidden states and a weight, uses them, and discards them.
 
 Shapes: T tokens, H width, V vocabulary (of this rank, where it is split). A tile is `[t, v]`, in the dtype of the hidden states.
 
@@ -102,7 +102,7 @@ class Projection:
     sum_dtype: torch.dtype
 
     def memory(self, tiling: Tiling) -> Tensor:
-        """Iterate over tiles."""
+        """Memory for the largest tile, 1-D, which all tiles use in turn."""
         rows = min(tiling.tokens, self.hidden.shape[0])
         return self.hidden.new_empty(rows * min(tiling.vocabulary, self.weight.shape[0]))
 
@@ -124,24 +124,24 @@ class Projection:
         math_for(tile).gradient(tile, self.target[rows], lse[rows], factors[:, rows], self.shaping, first_id, out=tile)
 
     def statistics(self, token_chunk: int | None) -> Tensor:
-        """Of all rows: `[4, T]` in the wide dtype."""
-        found = self.hidden.new_empty(NUMBERS, self.hidden.shape[0], dtype=wide_dtype(self.hidden.dtype))
+        """Statistics of all rows, `[4, T]` in the wide dtype."""
+        statistics = self.hidden.new_empty(NUMBERS, self.hidden.shape[0], dtype=wide_dtype(self.hidden.dtype))
         tiling = Tiling.for_statistics(self.hidden, self.weight, token_chunk)
         memory, columns = self.memory(tiling), slice(0, self.weight.shape[0])
         for rows in slices(self.hidden.shape[0], tiling.tokens):
-            self.describe(rows, self.logits(rows, columns, memory), found)
-        return found
+            self.describe(rows, self.logits(rows, columns, memory), statistics)
+        return statistics
 
     def gradients(self, lse: Tensor, factors: Tensor, token_chunk: int | None, wanted: Wanted) -> ProjectionGradients:
         """The requested gradients, from `factors` `[4, T]`; logits are recomputed."""
         tiling = Tiling.for_gradients(self.hidden, self.weight, token_chunk)
-        found, memory = ProjectionGradients(self, tiling, wanted), self.memory(tiling)
+        gradients, memory = ProjectionGradients(self, tiling, wanted), self.memory(tiling)
         for rows in slices(self.hidden.shape[0], tiling.tokens):
             for columns in slices(self.weight.shape[0], tiling.vocabulary):
                 tile = self.logits(rows, columns, memory)
                 self.differentiate(rows, columns, tile, lse, factors)
-                found.add(self, rows, columns, tile)
-        return found
+                gradients.add(self, rows, columns, tile)
+        return gradients
 
 
 class ProjectionGradients:

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies over a large vocabulary, for reinforcement learning, distillation and scoring.
+"""Computes log-probabilities and entropies over a large vocabulary, for reinforcement learning, distillation and scoring.
 
 Both are those of `softmax(logits / temperature)`, and differentiable together.
 """
@@ -104,8 +104,8 @@ def linear_logprobs(
     tokens = flat_hidden(hidden, weight, bias, "linear_logprobs")
     options.check_sums(tokens.dtype)
     ids = flat_target(target, hidden.shape[:-1], weight.shape[0], options, "linear_logprobs")
-    found = describe_linear(tokens, weight, bias, ids, options)
-    return _results(found, ids, target, weight.shape[0], options, return_entropy, entropy_requires_grad)
+    statistics = describe_linear(tokens, weight, bias, ids, options)
+    return _results(statistics, ids, target, weight.shape[0], options, return_entropy, entropy_requires_grad)
 
 
 @overload
@@ -178,12 +178,12 @@ def chunked_logprobs(
     )
     refuse_integers(logits, "chunked_logprobs")
     ids = flat_target(target, logits.shape[:-1], logits.shape[-1], options, "chunked_logprobs")
-    found = describe_logits(logits, ids, options)
-    return _results(found, ids, target, logits.shape[-1], options, return_entropy, entropy_requires_grad)
+    statistics = describe_logits(logits, ids, options)
+    return _results(statistics, ids, target, logits.shape[-1], options, return_entropy, entropy_requires_grad)
 
 
 def _results(
-    found: Tensor,
+    statistics: Tensor,
     ids: Tensor,
     target: Tensor,
     num_ids: int,
@@ -191,8 +191,8 @@ def _results(
     return_entropy: bool,
     entropy_requires_grad: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    logprobs = log_probability(found, ids, num_ids, options).view(target.shape)
+    logprobs = log_probability(statistics, ids, num_ids, options).view(target.shape)
     if not return_entropy:
         return logprobs
-    numbers = found if entropy_requires_grad else found.detach()
+    numbers = statistics if entropy_requires_grad else statistics.detach()
     return logprobs, entropy(numbers, ids, num_ids, options).view(target.shape)

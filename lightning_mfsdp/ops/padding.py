@@ -1,4 +1,4 @@
-"""Left-padded batches, as samplers produce them, moved to the left and back. No loop over rows, and differentiable."""
+"""Moves left-padded batches, as samplers produce them, to the left and back, without a loop over rows; differentiable."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _suiting(width: int, num_rows: int, alignment: int) -> int:
 
 
 def _lengths(values: Tensor, mask: Tensor, where: str, shape: torch.Size) -> Tensor:
-    """Tokens of each row."""
+    """Number of tokens of each row, `[B]`, after a check that they are the last ones of the row."""
     if values.dim() < 2 or mask.shape != shape:
         raise ValueError(
             f"{where}: expected values [B, S, ...] and a mask [B, S] of them, got {tuple(values.shape)} and {tuple(mask.shape)}"

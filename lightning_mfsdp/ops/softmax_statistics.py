@@ -50,18 +50,18 @@ def counted(lse: Tensor, target: Tensor, num_ids: int, options: SoftmaxOptions) 
     return tokens.to(lse.dtype).masked_fill(tokens & (lse < _MASKED), torch.nan)
 
 
-def log_probability(found: Tensor, target: Tensor, num_ids: int, options: SoftmaxOptions) -> Tensor:
+def log_probability(statistics: Tensor, target: Tensor, num_ids: int, options: SoftmaxOptions) -> Tensor:
     """`[T]`: 0 where ignored, and not a number where the target is invalid."""
     ignored = torch.where(target == options.ignore_index, 0.0, torch.nan)
     # Added instead of selected: a masked target has a gradient to the other logits.
-    masked = torch.where(found[TARGET] < _MASKED, -torch.inf, 0.0).to(found.dtype)
-    each = (found[TARGET] - found[LSE] + masked) * counted(found[LSE].detach(), target, num_ids, options)
-    return torch.where(is_token(target, num_ids, options), each, ignored.to(found.dtype))
+    masked = torch.where(statistics[TARGET] < _MASKED, -torch.inf, 0.0).to(statistics.dtype)
+    each = (statistics[TARGET] - statistics[LSE] + masked) * counted(statistics[LSE].detach(), target, num_ids, options)
+    return torch.where(is_token(target, num_ids, options), each, ignored.to(statistics.dtype))
 
 
-def entropy(found: Tensor, target: Tensor, num_ids: int, options: SoftmaxOptions) -> Tensor:
+def entropy(statistics: Tensor, target: Tensor, num_ids: int, options: SoftmaxOptions) -> Tensor:
     """`[T]`: 0 where there is no target."""
-    each = (found[LSE] - found[MEAN]) * counted(found[LSE].detach(), target, num_ids, options)
+    each = (statistics[LSE] - statistics[MEAN]) * counted(statistics[LSE].detach(), target, num_ids, options)
     return each.where(is_token(target, num_ids, options), 0)
 
 
@@ -85,19 +85,19 @@ class _Linear(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, options: SoftmaxOptions
     ) -> Tensor:
         part = options.projection(hidden, weight, bias, target).statistics(options.token_chunk)
-        found = whole_vocabulary(part, options.vocab_group)
-        ctx.save_for_backward(hidden, weight, bias, target, found)
+        statistics = whole_vocabulary(part, options.vocab_group)
+        ctx.save_for_backward(hidden, weight, bias, target, statistics)
         ctx.options = options
-        return found
+        return statistics
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, target, found = ctx.saved_tensors
+        hidden, weight, bias, target, statistics = ctx.saved_tensors
         options: SoftmaxOptions = ctx.options
         projection = options.projection(hidden, weight, bias, target)
         wanted = wanted_by(ctx, (hidden, weight, bias))
-        sums = projection.gradients(found[LSE], _factors(grad, found), options.token_chunk, wanted)
+        sums = projection.gradients(statistics[LSE], _factors(grad, statistics), options.token_chunk, wanted)
         to_hidden, to_weight, to_bias = sums.results()
         return add_over_parts(to_hidden, options.vocab_group), to_weight, to_bias, None, None
 
@@ -113,25 +113,25 @@ class _Logits(torch.autograd.Function):
             math_for(piece).statistics(
                 piece, target[rows], options.shaping, options.first_id(num_ids), out=part[:, rows]
             )
-        found = whole_vocabulary(part, options.vocab_group)
-        ctx.save_for_backward(logits, target, found)
+        statistics = whole_vocabulary(part, options.vocab_group)
+        ctx.save_for_backward(logits, target, statistics)
         ctx.options = options
-        return found
+        return statistics
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        logits, target, found = ctx.saved_tensors
+        logits, target, statistics = ctx.saved_tensors
         options: SoftmaxOptions = ctx.options
         num_ids = logits.shape[-1]
-        factors = _factors(grad, found)
+        factors = _factors(grad, statistics)
         to_logits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
         flat = to_logits.view(-1, num_ids)
         for rows, piece in _in_chunks(logits, options.token_chunk):
             math_for(piece).gradient(
                 piece,
                 target[rows],
-                found[LSE, rows],
+                statistics[LSE, rows],
                 factors[:, rows],
                 options.shaping,
                 options.first_id(num_ids),
@@ -140,13 +140,13 @@ class _Logits(torch.autograd.Function):
         return to_logits, None, None
 
 
-def _factors(grad: Tensor, found: Tensor) -> Tensor:
-    """From gradients to the four numbers, a, b, c and d of the one formula in tiles.py.
+def _factors(grad: Tensor, statistics: Tensor) -> Tensor:
+    """The factors a, b, c and d of the one formula in tiles.py, from gradients to the four numbers.
 
     The derivative of the mean is p * (1 + z - mean) = p * (1 + entropy + log p).
     """
     factors = torch.empty_like(grad, memory_format=torch.contiguous_format)
-    factors[0] = grad[LSE] + grad[MEAN] * (1 + found[LSE] - found[MEAN])
+    factors[0] = grad[LSE] + grad[MEAN] * (1 + statistics[LSE] - statistics[MEAN])
     factors[1] = grad[MEAN]
     factors[2] = grad[TARGET]
     factors[3] = grad[TOTAL]

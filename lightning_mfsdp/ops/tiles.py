@@ -35,7 +35,7 @@ _BLOCK_NUMEL = 1 << 21
 
 @dataclass(frozen=True, kw_only=True)
 class Shaping:
-    """From logits to `z`.
+    """How logits become `z`, of which the softmax is taken.
 
     Args:
         temperature: `z = logits / temperature`, after the softcap.
@@ -69,7 +69,7 @@ class TorchMath:
     """The reference, a few rows at a time."""
 
     def statistics(self, logits: Tensor, target: Tensor, shaping: Shaping, first_id: int, out: Tensor) -> None:
-        """See `TileMath`."""
+        """Describe the rows of `logits` `[t, v]` in `out` `[4, t]`, in float32 or better."""
         for rows in _blocks(logits):
             z = _shaped(logits[rows], shaping)
             column, inside = _columns(target[rows], first_id, z.shape[1])
@@ -92,7 +92,7 @@ class TorchMath:
         first_id: int,
         out: Tensor,
     ) -> None:
-        """See `TileMath`."""
+        """Write to `out` `[t, v]` the gradient to logits, `p * (a + b * log p) + c * [target] + d` times the slope of `z`."""
         for rows in _blocks(logits):
             z = _shaped(logits[rows], shaping)
             slope = _slope(z, shaping)
@@ -110,7 +110,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def slices(length: int, step: int) -> Iterator[slice]:
-    """Consecutive parts of `range(length)`."""
+    """Consecutive slices of `range(length)`, of `step` numbers each; the last one may be shorter."""
     return (slice(start, min(start + step, length)) for start in range(0, length, step))
 
 

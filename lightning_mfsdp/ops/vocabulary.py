@@ -1,4 +1,4 @@
-"""A vocabulary split over ranks: every rank describes its own part, and one exchange of four numbers for each token combines them.
+"""Combines what the ranks that divide a vocabulary have found of their parts, by one exchange of four numbers for each token.
 
 It comes once, after the last tile. All ranks combine the same numbers in the same order, so they agree to the bit.
 """
@@ -25,15 +25,17 @@ def whole_vocabulary(part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     )  # the latter warns from torch 2.13 on
     gather(gathered, part, group=group)
     parts = gathered.view(num_parts, *part.shape)
-    found = torch.empty_like(part)
+    statistics = torch.empty_like(part)
     peak = parts[:, LSE].amax(0)
     shares = (parts[:, LSE] - peak).exp_()
     share_sum = shares.sum(0)
-    found[LSE] = share_sum.log() + peak
-    found[MEAN] = (shares * (parts[:, MEAN] - peak)).sum(0) / share_sum + peak  # as in tiles.py, means may be large
-    found[TARGET] = parts[:, TARGET].sum(0)  # zero but for one part
-    found[TOTAL] = parts[:, TOTAL].sum(0)
-    return found
+    statistics[LSE] = share_sum.log() + peak
+    statistics[MEAN] = (shares * (parts[:, MEAN] - peak)).sum(
+        0
+    ) / share_sum + peak  # as in tiles.py, means may be large
+    statistics[TARGET] = parts[:, TARGET].sum(0)  # zero but for one part
+    statistics[TOTAL] = parts[:, TOTAL].sum(0)
+    return statistics
 
 
 def add_over_parts(to_hidden: Tensor | None, group: dist.ProcessGroup | None) -> Tensor | None:
