@@ -156,27 +156,27 @@ class ShardedEMA(Callback, HasParameterState):
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Show the average."""
+        """Write the average into the model for the validation, if `swap_for_validation`."""
         self._show(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore the weights in training."""
+        """Give the model its weights in training again, to the bit."""
         self.parameter_state.hide()
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Show the average."""
+        """Write the average into the model for the test, if `swap_for_validation`."""
         self._show(trainer)
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore the weights in training."""
+        """Give the model its weights in training again, to the bit."""
         self.parameter_state.hide()
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Show the average."""
+        """Write the average into the model for the prediction, if `swap_for_validation`."""
         self._show(trainer)
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore the weights in training."""
+        """Give the model its weights in training again, to the bit."""
         self.parameter_state.hide()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -220,5 +220,5 @@ class ShardedEMA(Callback, HasParameterState):
         return {"updates": self.updates}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue counting."""
+        """Continue the count of updates, on which a decay that warms up depends."""
         self.updates = state_dict["updates"]

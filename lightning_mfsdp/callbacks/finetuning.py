@@ -37,7 +37,7 @@ class ShardedFinetuning(BaseFinetuning, PreparesOptimizers):
 
     @staticmethod
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[Any]) -> list[Any]:
-        """Those of `params` that the optimizer does not hold yet; warns of the others."""
+        """The parameters among `params` that the optimizer does not hold yet; warns of the others."""
         held = {_identity(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         wanted = list(params)
         missing = [parameter for parameter in wanted if _identity(parameter) not in held]
@@ -115,7 +115,7 @@ class ShardedBackboneFinetuning(ShardedFinetuning, BackboneFinetuning):
 
 
 def _identity(parameter: Tensor) -> int:
-    """The same for all representations of a parameter."""
+    """A number that is the same for all representations of a parameter."""
     view = view_of(parameter)
     return id(parameter if view is None else view.local)
 

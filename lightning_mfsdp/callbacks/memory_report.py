@@ -1,4 +1,4 @@
-"""MemoryReport: where the device's memory goes in one step of training, by kind and by unit, as a table and a picture."""
+"""MemoryReport: shows where the device's memory goes in one step of training, by kind and by unit, as tables and a picture."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class MemoryReport(Callback):
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse what cannot be watched."""
+        """Refuse strategies without units, and CUDA graphs, whose replays allocate nothing that could be watched."""
         strategy = trainer.strategy
         if not isinstance(strategy, MFSDPStrategy):
             raise TypeError(
@@ -91,7 +91,7 @@ class MemoryReport(Callback):
             self._timeline.begin()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """All gradients are there."""
+        """Take a sample at the moment at which all gradients exist."""
         if self._timeline is not None:
             self._stepped = True
             self._timeline.sample("gradients complete")
@@ -134,7 +134,12 @@ class MemoryReport(Callback):
 
 
 def report(samples: Sequence[MemorySample], step: int) -> str:
-    """Both tables, in MiB."""
+    """The table of kinds at the peak, and the table of units, which a CPU does not have; both in MiB.
+
+    Args:
+        samples: Of one step, in order.
+        step: Its number, for the head.
+    """
     fullest = max(samples, key=lambda sample: sample.known if sample.peak is None else sample.peak)
     where = " ".join(filter(None, (fullest.unit, fullest.phase)))
     rows = [(name, _mebibytes(_bytes_of(fullest, kind))) for kind, name in _KINDS.items()]
@@ -159,9 +164,9 @@ def _units_table(samples: Sequence[MemorySample]) -> list[str]:
         if sample.phase == "forward begins":
             begun[sample.unit] = sample.rest
         elif sample.phase:
-            own = peaks.setdefault(sample.unit, {})
+            peaks_of_unit = peaks.setdefault(sample.unit, {})
             phase = "forward ended" if sample.phase == "forward ended" else "backward ended"
-            own[phase] = max(own.get(phase, 0), sample.peak)
+            peaks_of_unit[phase] = max(peaks_of_unit.get(phase, 0), sample.peak)
         is_first_forward &= sample.phase != "backward ended"
         if sample.phase == "forward ended" and is_first_forward:  # of each block of the unit
             left[sample.unit] = left.get(sample.unit, 0) + sample.rest - begun.get(sample.unit, sample.rest)

@@ -84,7 +84,7 @@ class ShardedSummary(Summary):
 
     @property
     def model_size(self) -> float:
-        """All main weights, in MB."""
+        """Size of all main weights of the whole model, whatever this rank has of them, in MB."""
         return sum(parameter.numel() * parameter.dtype.itemsize for parameter in self._model.parameters()) / 1e6
 
     @property

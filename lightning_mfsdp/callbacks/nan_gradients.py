@@ -1,4 +1,4 @@
-"""NaNGradientReporter: on which rank, and in which parameters, gradients became NaN or infinite, when, and what happens then.
+"""NaNGradientReporter: reports on which rank, and in which parameters, gradients became NaN or infinite, and skips or ends steps.
 
     on_after_backward            this rank's own gradients were checked as they arose, before the reduction (gradient_watch.py)
     on_before_optimizer_step     all ranks are queried; "raise" and "skip" wait for the result, "warn" reads that of an earlier step
@@ -55,7 +55,7 @@ class NaNGradientReporter(Callback):
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse unsupported settings."""
+        """Refuse strategies without sharded gradients, and actions that loss scaling contradicts."""
         strategy = trainer.strategy
         if not isinstance(strategy, MFSDPStrategy):
             raise TypeError(
@@ -75,7 +75,7 @@ class NaNGradientReporter(Callback):
         self._log(trainer)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The microbatch is over."""
+        """Note that what the next backward finds belongs to the next microbatch."""
         self._watching.end_backward()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -101,23 +101,23 @@ class NaNGradientReporter(Callback):
         self._read(trainer, wait=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Read the last result."""
+        """Wait for the result of the last step, and warn if it is not fine."""
         self._read(trainer, wait=True)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Stop watching."""
+        """Stop watching, so that backwards outside of a fit cost nothing."""
         self._close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Stop watching."""
+        """Stop watching; results that have not arrived are not waited for."""
         self._close()
 
     def state_dict(self) -> dict[str, Any]:
-        """The count."""
+        """The number of steps with such gradients."""
         return {"steps": self.steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The count."""
+        """Continue the number of steps with such gradients."""
         self.steps = state_dict["steps"]
 
     # -- inside --------------------------------------------------------------------------------------------------------
@@ -138,29 +138,29 @@ class NaNGradientReporter(Callback):
             self._read(trainer)
             self._watching.submit(parameters, step=trainer.global_step)
             return True
-        found = self._watching.check(parameters, step=trainer.global_step)
-        if found is None:
+        report = self._watching.check(parameters, step=trainer.global_step)
+        if report is None:
             return True
         self._count(trainer)
         if self.action == "raise":
-            raise NonFiniteGradientError(found.in_words())
-        self._warn(trainer, found, "\nthis optimizer step is skipped")
+            raise NonFiniteGradientError(report.in_words())
+        self._warn(trainer, report, "\nthis optimizer step is skipped")
         return False
 
     def _read(self, trainer: Trainer, *, wait: bool = False) -> None:
         """Warn of earlier steps, as far as their results have arrived."""
-        for found in self._watch.arrived(wait=wait) if self._watch is not None else ():
+        for report in self._watch.arrived(wait=wait) if self._watch is not None else ():
             self._count(trainer)
-            self._warn(trainer, found)
+            self._warn(trainer, report)
 
     def _count(self, trainer: Trainer) -> None:
         self.steps += 1
         self._log(trainer)
 
     @staticmethod
-    def _warn(trainer: Trainer, found: NonFiniteGradients, consequence: str = "") -> None:
+    def _warn(trainer: Trainer, report: NonFiniteGradients, consequence: str = "") -> None:
         if trainer.is_global_zero:
-            warnings.warn(found.in_words() + consequence, stacklevel=2)
+            warnings.warn(report.in_words() + consequence, stacklevel=2)
 
     def _log(self, trainer: Trainer) -> None:
         for logger in trainer.loggers:

@@ -1,4 +1,4 @@
-"""NormMonitor: norms of gradients, weights and updates of every parameter, layer and parameter group, in any logger.
+"""NormMonitor: logs norms of gradients, weights and updates of every parameter, layer and parameter group, with any logger.
 
     on_before_optimizer_step    norms of the gradients, before clipping; a copy of this rank's rows of the weights
     on_train_batch_end          norms of the weights and of what the step changed; one sum over ranks, one copy to the host
@@ -39,7 +39,7 @@ LEVELS = ("parameter", "layer", "group")
 
 @dataclass(frozen=True, kw_only=True)
 class _Parameter:
-    """Where a parameter belongs; `total` is the name of its optimizer's total."""
+    """The layer and the group that a parameter belongs to; `total` is the name of its optimizer's total."""
 
     name: str
     layer: str
@@ -94,10 +94,10 @@ class NormMonitor(Callback):
             raise ValueError(
                 f"NormMonitor(every_n_steps={every_n_steps}): expected a positive number of steps, or None"
             )
-        for argument, given, known in (("of", of, KINDS), ("levels", levels, LEVELS)):
-            if isinstance(given, str) or not set(given) <= set(known):
+        for argument, chosen, allowed in (("of", of, KINDS), ("levels", levels, LEVELS)):
+            if isinstance(chosen, str) or not set(chosen) <= set(allowed):
                 raise ValueError(
-                    f"NormMonitor({argument}={given!r}): expected a list of some of {', '.join(map(repr, known))}"
+                    f"NormMonitor({argument}={chosen!r}): expected a list of some of {', '.join(map(repr, allowed))}"
                 )
         if picture is not None:
             check_drawing("NormMonitor", picture)
@@ -126,7 +126,7 @@ class NormMonitor(Callback):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find the parameters."""
+        """Look up the layers and groups of all parameters, and forget norms of an earlier fit."""
         if not trainer.loggers and self.picture is None:
             raise ValueError(
                 "NormMonitor: the Trainer has no logger, so norms would go nowhere; pass Trainer(logger=...), or NormMonitor(picture=...)"
@@ -148,7 +148,7 @@ class NormMonitor(Callback):
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Take the gradients that this optimizer uses, and the weights that it is about to change. Collective."""
-        number = next((number for number, one in enumerate(trainer.optimizers) if one is optimizer), 0)
+        number = next((number for number, other in enumerate(trainer.optimizers) if other is optimizer), 0)
         if not self._is_due(trainer, number):
             return
         several = f"{number}." if len(trainer.optimizers) > 1 else ""
@@ -180,10 +180,10 @@ class NormMonitor(Callback):
         if "weight" in self.of:
             self._add("weight", [(place, parameter.detach()) for place, parameter, _ in before])
         self._add("update", [(place, parameter.detach() - old) for place, parameter, old in before if old is not None])
-        found, self._found, self._before = self._found, {}, {}
-        self._has_logged |= bool(found)
-        if found and trainer.is_global_zero:
-            self._pending.append(_on_the_way(self._step_of(trainer), found))
+        norms, self._found, self._before = self._found, {}, {}
+        self._has_logged |= bool(norms)
+        if norms and trainer.is_global_zero:
+            self._pending.append(_on_the_way(self._step_of(trainer), norms))
         self._log_arrived(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -261,8 +261,8 @@ def _places_of(module: LightningModule) -> dict[int, tuple[_Parameter, Tensor]]:
     return places
 
 
-def _on_the_way(step: int, found: Mapping[tuple[Kind, str], tuple[_Parameter, Tensor]]) -> _Norms:
-    values = torch.stack([norm.float() for _, norm in found.values()])
+def _on_the_way(step: int, norms: Mapping[tuple[Kind, str], tuple[_Parameter, Tensor]]) -> _Norms:
+    values = torch.stack([norm.float() for _, norm in norms.values()])
     host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=values.is_cuda)
     host.copy_(values, non_blocking=True)
     ready = None
@@ -270,7 +270,7 @@ def _on_the_way(step: int, found: Mapping[tuple[Kind, str], tuple[_Parameter, Te
         ready = torch.Event(values.device)
         ready.record()
     return _Norms(
-        step=step, places=[(kind, place) for (kind, _), (place, _) in found.items()], values=host, ready=ready
+        step=step, places=[(kind, place) for (kind, _), (place, _) in norms.items()], values=host, ready=ready
     )
 
 
