@@ -179,12 +179,12 @@ class MultiTokenPredictor(nn.Module):
 
     @property
     def loss_weights(self) -> tuple[float, ...]:
-        """One for each depth."""
+        """Weights of the losses, one for each depth."""
         return self._loss_weights
 
     @loss_weights.setter
-    def loss_weights(self, given: float | Sequence[float]) -> None:
-        self._loss_weights = _loss_weights(given, self.depth)
+    def loss_weights(self, weights: float | Sequence[float]) -> None:
+        self._loss_weights = _loss_weights(weights, self.depth)
 
     def forward(
         self, hidden: Tensor, embeddings: Tensor, *args: Any, documents: Tensor | None = None, **kwargs: Any

@@ -1,4 +1,4 @@
-"""What sizes of low-precision products must be multiples of: one table, which batches, layers and docs/fp8.md use.
+"""The table of what sizes of low-precision products must be multiples of, which batches, layers and docs/fp8.md use.
 
 Source: `get_align_size_for_quantization` of Transformer Engine 2.20 for tokens; its products for weights, verified in tests/gpu/test_te.py.
 """

@@ -192,7 +192,7 @@ def leaves_gradients_out() -> bool:
         if node is None or node in seen:
             continue
         seen.add(node)
-        following = [one for one, _ in node.next_functions if one is not None]
+        following = [earlier for earlier, _ in node.next_functions if earlier is not None]
         if not (following or _brings(node)):
             return True
         coming += following
@@ -537,9 +537,9 @@ def is_traced() -> bool:
 
 def ddp_ignores(module: torch.nn.Module) -> frozenset[str]:
     """Names that DistributedDataParallel was set to ignore (torch 2.11 to 2.15: `_set_params_and_buffers_to_ignore_for_model`)."""
-    found = getattr(module, IGNORED_BY_DDP, ())
+    ignored = getattr(module, IGNORED_BY_DDP, ())
     return frozenset(
-        found if isinstance(found, Collection) else getattr(found, "names", ())
+        ignored if isinstance(ignored, Collection) else getattr(ignored, "names", ())
     )  # otherwise it is the object that refuses DDP (conversion.py)
 
 

@@ -1,4 +1,4 @@
-"""Find and replace tensors in the arguments and results of a forward: tuples, lists, dicts and dataclasses, nested."""
+"""Finds and replaces tensors in arguments and results of a forward: in tuples, lists, dicts and dataclasses, nested."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ def tensors_in(value: Any) -> list[Tensor]:
     """All tensors in `value`, in order."""
     if isinstance(value, Tensor):  # most results
         return [value]
-    found: list[Tensor] = []
-    _collect(value, found)
-    return found
+    tensors: list[Tensor] = []
+    _collect(value, tensors)
+    return tensors
 
 
-def _collect(value: Any, found: list[Tensor]) -> None:
+def _collect(value: Any, tensors: list[Tensor]) -> None:
     if isinstance(value, Tensor):
-        found.append(value)
+        tensors.append(value)
     elif isinstance(value, (tuple, list)):
         for item in value:
-            _collect(item, found)
+            _collect(item, tensors)
     elif isinstance(value, Mapping):
         for item in value.values():
-            _collect(item, found)
+            _collect(item, tensors)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            _collect(getattr(value, field.name, None), found)
+            _collect(getattr(value, field.name, None), tensors)
 
 
 def leaves_in(value: Any, path: str = "") -> list[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""What the engine raises. Every message says what is wrong and where, what was expected and got, and what to do."""
+"""The errors that the engine raises. A message says what is wrong and where, what was expected and got, and what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Give parameters on the meta device memory and values: equal on every rank, and equal to those of a model built on a real device."""
+"""Gives parameters on the meta device memory and values: equal on every rank, and equal to those of a model built on a real device."""
 
 from __future__ import annotations
 
@@ -138,23 +138,23 @@ def _initialize(module: nn.Module, reset: Any, model: nn.Module | None) -> None:
 
 def _settled(module: nn.Module, key: str, real: nn.Parameter) -> nn.Parameter:
     """What replaces `real`. Some libraries create new parameter objects while they reset them: trainable and untied."""
-    made = module._parameters[key]
-    if made is None or made is real:
+    current = module._parameters[key]
+    if current is None or current is real:
         return real
-    if type(made) is nn.Parameter:
-        real.data = made.data
+    if type(current) is nn.Parameter:
+        real.data = current.data
         module._parameters[key] = real
         return real
-    made.requires_grad_(real.requires_grad)  # of another class, such as quantized parameters
-    return made
+    current.requires_grad_(real.requires_grad)  # of another class, such as quantized parameters
+    return current
 
 
 def _unset_like(tensor: Tensor, device: torch.device) -> Tensor:
     """Memory of which every element has the bits that `_is_unset` recognizes."""
-    made = torch.empty_like(tensor, device=device, requires_grad=False).detach()
-    bits, pattern = _bits_of(made)
+    unset = torch.empty_like(tensor, device=device, requires_grad=False).detach()
+    bits, pattern = _bits_of(unset)
     bits.fill_(pattern)
-    return made
+    return unset
 
 
 def _is_unset(tensor: Tensor | None) -> bool:

@@ -1,4 +1,4 @@
-"""Process groups that this package makes beside the user's own: connections between ranks, communicators, meshes of its own.
+"""Keeps process groups that this package makes beside the user's: connections between ranks, communicators, meshes of its own.
 
 Each is made once for a default process group. It costs threads, descriptors and, with NCCL, device memory, and it cannot
 be destroyed while another rank may still be in its last collective. So it is kept for the next model or Trainer, which uses it in the same
@@ -31,7 +31,7 @@ def kept(key: Hashable, make: Callable[[], T]) -> T:
     assert world is not None, "callers ask whether there is a default process group"
     for other in [group for group in _KEPT if group is not world]:  # destroyed, and another made since
         del _KEPT[other]
-    made = _KEPT.setdefault(world, {})
-    if key not in made:
-        made[key] = make()
-    return cast(T, made[key])
+    kept_of_world = _KEPT.setdefault(world, {})
+    if key not in kept_of_world:
+        kept_of_world[key] = make()
+    return cast(T, kept_of_world[key])

@@ -81,7 +81,7 @@ class Part:
         )
 
     def of(self, rank: int) -> Part:
-        """That of another rank."""
+        """The part of the same parameter that another rank has."""
         return replace(self, rank=rank)
 
     def local_shape(self, whole: Sequence[int]) -> torch.Size:
@@ -99,13 +99,13 @@ class Part:
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
         """The whole tensor from the parts of all ranks, in order: the inverse of `own`. Differentiable."""
-        found = [
+        pieces = [
             part.narrow(self.dim, strip.local, strip.length)
             for number in range(len(self.sections))
             for rank, part in enumerate(parts)
             for strip in [self.of(rank).strips[number]]
         ]
-        return torch.cat(found, dim=self.dim).contiguous()
+        return torch.cat(pieces, dim=self.dim).contiguous()
 
 
 def mark_part(parameter: Tensor, part: Part) -> None:
@@ -125,7 +125,7 @@ def mark_summed(parameter: Tensor) -> None:
 
 
 def is_summed(parameter: Tensor) -> bool:
-    """Whether `mark_summed` noted that."""
+    """Whether `mark_summed` has noted that a hook adds up the parameter's gradient."""
     return bool(getattr(parameter, SUMMED, False))
 
 

@@ -1,4 +1,4 @@
-"""Progress of what takes long, in bytes: a callback, or a bar on a terminal."""
+"""Shows the progress of what takes long, in bytes: to a callback, or by a bar on a terminal."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ __all__ = ["Progress", "progress_bar"]
 # Called with the bytes done and the total.
 Progress: TypeAlias = Callable[[int, int], object]
 
-# Less than this is done in a moment.
-BYTES_WORTH_A_BAR = 256 * 2**20
+BYTES_WORTH_A_BAR = 256 * 2**20  # less than this is done in a moment
 
 
 @contextmanager
-def progress_bar(doing: str, given: Progress | None = None, *, shown: bool | None = None) -> Iterator[Progress | None]:
-    """A callback for work of known size: `given`, or a bar once the total turns out to be large, or `None`.
+def progress_bar(
+    doing: str, callback: Progress | None = None, *, shown: bool | None = None
+) -> Iterator[Progress | None]:
+    """A callback for work of known size: `callback`, or a bar once the total turns out to be large, or `None`.
 
     Args:
         doing: What the bar says.
-        given: A callback of the caller's, instead of a bar.
+        callback: A callback of the caller's, instead of a bar.
         shown: Whether there may be a bar. `None`: on rank 0, if stderr is a terminal.
     """
     if shown is None:
         is_first = not dist.is_initialized() or dist.get_rank() == 0
         shown = is_first and sys.stderr.isatty()
-    if given is not None or not shown:
-        yield given
+    if callback is not None or not shown:
+        yield callback
         return
     bar: tqdm[Any] | None = None
 

@@ -1,4 +1,4 @@
-"""StandIn: a tensor that exists only once something computes with it. Until then it is a shape and a dtype."""
+"""StandIn: a tensor that gets values only once something computes with it; until then it is a shape and a dtype."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class StandIn(Tensor):
         if func in _MAKES_ALIKE and isinstance(args[0], StandIn):
             kwargs = {"device": "cpu", **kwargs}
             return func(_outline(args[0]), *args[1:], **kwargs)
-        args, kwargs = map_tensors(lambda one: one.whole() if isinstance(one, StandIn) else one, (args, kwargs))
+        args, kwargs = map_tensors(lambda leaf: leaf.whole() if isinstance(leaf, StandIn) else leaf, (args, kwargs))
         return func(*args, **kwargs)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""The streams an engine works on, and events between them. On CPU all of it is a no-op: gloo's calls return when done."""
+"""Streams: the streams that an engine works on, and events between them. On a CPU nothing happens: gloo's calls return when done."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Streams:
             stream.wait_event(event)
 
     def join_when_gone(self, owner: object) -> None:
-        """See the function."""
+        """When `owner` is deleted, make all streams of the engine and those that compute wait for each other."""
         if self._module is not None:
             self._compute[self._module.current_stream(self.device)] = None
             streams = self.gather, self.reduce, self.copy_in, self.copy_out
@@ -88,7 +88,7 @@ def _join_when_gone(owner: object, device: torch.device, streams: tuple[Any, ...
 
 
 def _join(process: int, device: torch.device, streams: tuple[Any, ...], compute: dict[Any, None]) -> None:
-    """Called wherever the last reference is dropped: another thread, inside another engine's gather, while a CUDA graph is recorded.
+    """Make streams wait for each other. Runs wherever the last reference is dropped: in another thread, inside another engine's gather.
 
     Args:
         process: Process of the streams; nothing is done in processes forked from it.
@@ -101,9 +101,9 @@ def _join(process: int, device: torch.device, streams: tuple[Any, ...], compute:
         return  # before a recording PyTorch waits for the device, and has it use memory of its own
     with suppress(RuntimeError):  # after a device error, which was reported already, no waiting is possible
         done = [stream.record_event() for stream in streams]
-        for one in dict.fromkeys((*compute, module.current_stream(device))):
+        for computing in dict.fromkeys((*compute, module.current_stream(device))):
             for event in done:
-                one.wait_event(event)
-            reached = one.record_event()
+                computing.wait_event(event)
+            reached = computing.record_event()
             for stream in streams:
                 stream.wait_event(reached)

@@ -1,4 +1,4 @@
-"""Text for people: sizes with units, and aligned columns."""
+"""Formats text for people: sizes with units, and aligned columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of transformers inside a module, and their configurations. The library is never imported where no program has imported it."""
+"""Finds models of transformers inside a module, and their configurations, without importing the library where no program has."""
 
 from __future__ import annotations
 
