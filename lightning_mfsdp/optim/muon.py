@@ -172,13 +172,13 @@ class Muon(LocalRowsOptimizer):
             self._step_shared(group, self._plan(number, ranks, sharded), ranks)
 
     def _plan(self, number: int, ranks: dist.ProcessGroup, parameters: list[Tensor]) -> _Plan:
-        known = self._plans.get((number, ranks))
-        if known is None or list(map(id, known.parameters)) != list(map(id, parameters)):
+        plan = self._plans.get((number, ranks))
+        if plan is None or list(map(id, plan.parameters)) != list(map(id, parameters)):
             placements = [placement for parameter in parameters if (placement := self._placements[parameter])]
             matrices = [SharedMatrix(shape=placement.shape, rows=placement.rows) for placement in placements]
-            known = _Plan(parameters, matrices, plan_batches(matrices, self.exchange_bytes))
-            self._plans[number, ranks] = known
-        return known
+            plan = _Plan(parameters, matrices, plan_batches(matrices, self.exchange_bytes))
+            self._plans[number, ranks] = plan
+        return plan
 
     def _step_shared(self, group: dict[str, Any], plan: _Plan, ranks: dist.ProcessGroup) -> None:
         """Rows of the next batch are sent, and results of the last received, while this one is orthogonalized."""
@@ -275,7 +275,7 @@ def _check_options(group: Mapping[str, Any]) -> None:
 
 
 def _whole_matrix(parameter: Tensor) -> RowPlacement | None:
-    """Where its rows are. Collective for some; see `row_placement`."""
+    """Which ranks have which rows of a whole matrix; `None` if it is not sharded. Collective for some; see `row_placement`."""
     placement = row_placement(parameter)
     if placement is not None and placement.parts > 1:
         raise ShardingError(

@@ -1,4 +1,4 @@
-"""Newton-Schulz iteration: from a matrix to one nearby whose singular values are about one.
+"""orthogonalize: turns a matrix into one nearby whose singular values are about one, by the Newton-Schulz iteration.
 
 Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024, as in `torch.optim.Muon`; the same operations
 in the same order, so the results are the same to the bit.

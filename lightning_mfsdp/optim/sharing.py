@@ -1,4 +1,4 @@
-"""Which rank orthogonalizes which matrix, and in which batches they are exchanged.
+"""Plans which rank orthogonalizes which matrix, and in which batches they are exchanged.
 
 Pure arithmetic: equal arguments give equal plans on every rank.
 """
