@@ -401,7 +401,9 @@ def _attend_parts(
         if _is_flash(base):
             options["sliding_window"] = None if pattern.reach is None else pattern.reach + 1
             options.update(_documents_of_flash(cut, query.device, name))
-        mask = _built_mask(base, cut, pattern, module.config, query)
+        # The same for all layers of a step that attend alike.
+        key_of_mask = (base, pattern, query.dtype, query.device)
+        mask = remembered(cut, key_of_mask, lambda: _whole_mask(base, cut, pattern, module.config, query))
         groups = query.shape[1] // key.shape[1]
         layer = _View(_as_base(base, module), num_key_value_groups=groups)
         output, _ = _attention_functions()[base](layer, query, key, value, mask, **options)
@@ -466,14 +468,8 @@ def _pattern_of(base: str, module: Any, attention_mask: Any, options: dict[str, 
     return by_arguments if _is_flash(base) else asked
 
 
-def _built_mask(base: str, cut: Cut, pattern: Pattern, config: Any, query: Tensor) -> Any:
-    """The base's own mask for whole sequences, the same for all layers of a step that attend alike."""
-    return remembered(
-        cut, (base, pattern, query.dtype, query.device), lambda: _build_mask(base, cut, pattern, config, query)
-    )
-
-
-def _build_mask(base: str, cut: Cut, pattern: Pattern, config: Any, query: Tensor) -> Any:
+def _whole_mask(base: str, cut: Cut, pattern: Pattern, config: Any, query: Tensor) -> Any:
+    """The base's own mask for whole sequences."""
     document = None if cut.document is None else cut.document.to(query.device)
     padding = padding_to_mask(cut, pattern)
     if _is_flash(base) and document is not None:

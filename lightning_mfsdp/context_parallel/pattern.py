@@ -74,15 +74,10 @@ def padding_to_mask(cut: Cut, pattern: Pattern) -> Tensor | None:
     flash kernels usable; the outputs of padding itself then differ from those with a mask. Finding it out is a host sync, once per cut.
     """
     is_real = cut.is_real
-    if is_real is None:
-        return None
-    if pattern.causal and remembered(cut, "padding is at the end", lambda: _is_at_the_end(is_real)):
-        return None
-    return is_real
-
-
-def _is_at_the_end(is_real: Tensor) -> bool:
-    return not bool((is_real[:, 1:] & ~is_real[:, :-1]).any())
+    if is_real is None or not pattern.causal:
+        return is_real
+    has_padding_inside = remembered(cut, "padding inside", lambda: bool((is_real[:, 1:] & ~is_real[:, :-1]).any()))
+    return is_real if has_padding_inside else None
 
 
 def mask_of(

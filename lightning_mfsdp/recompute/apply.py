@@ -41,7 +41,7 @@ def apply_recompute(root: nn.Module, config: Recompute) -> list[str]:
     """
     check_registered(config.save_ops)
     chunks = [] if config.method == "none" else chunks_of(config, find_stacks(root, config.modules))
-    names = [name for chunk in chunks for name, _ in chunk]
+    names = [name for layers in chunks for name, _ in layers]
     for name in names:
         _check(root, name, config)
     tiled = _matching(root, config.tiled_modules, "tiled_modules") if config.tiled_modules else []
@@ -56,17 +56,13 @@ def apply_recompute(root: nn.Module, config: Recompute) -> list[str]:
     if _present(root) != wanted:
         remove_recompute(root)
         copies, order = HostCopies() if config.offload else None, Order()
-        for chunk in chunks:
-            _apply_to(chunk, config, copies, order)
+        for layers in chunks:
+            chunk = LayerChunk([name for name, _ in layers], order) if len(layers) > 1 else None
+            for index, (name, module) in enumerate(layers):
+                Region(name, module, config, copies=copies, chunk=chunk, index=index)
         for name, module in tiled:
             Region(name, module, of_tiles, tiles=of_tiles.tiles)
     return names if not tiled else [name for name, _ in root.named_modules(remove_duplicate=False) if name in wanted]
-
-
-def _apply_to(layers: Sequence[Layer], config: Recompute, copies: HostCopies | None, order: Order) -> None:
-    chunk = LayerChunk([name for name, _ in layers], order) if len(layers) > 1 else None
-    for index, (name, module) in enumerate(layers):
-        Region(name, module, config, copies=copies, chunk=chunk, index=index)
 
 
 def remove_recompute(root: nn.Module) -> None:

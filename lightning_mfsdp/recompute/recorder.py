@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Protocol
@@ -74,7 +74,9 @@ class StepRecorder:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._weights = _weight_storages(self._root)
             inputs = tensors_in([args, kwargs])
-            layer.has_backward = torch.is_grad_enabled() and _any_needs_grad(inputs, module.parameters())
+            layer.has_backward = torch.is_grad_enabled() and any(
+                tensor.requires_grad for tensor in chain(inputs, module.parameters())
+            )
             if layer.has_backward:  # otherwise its inputs are not kept, recomputed or not
                 layer.inputs.update(self._pieces(inputs))
             self._parts.forward_begins()
@@ -242,10 +244,6 @@ class _Clock:
 
     def seconds(self, begin: Any, end: Any) -> float:
         return float(begin.elapsed_time(end) / 1e3 if self.device.type == "cuda" else end - begin)
-
-
-def _any_needs_grad(*tensors: Iterable[Tensor]) -> bool:
-    return any(tensor.requires_grad for tensor in chain(*tensors))
 
 
 def _weight_storages(root: nn.Module) -> set[int]:

@@ -52,10 +52,6 @@ _REGION = "_mfsdp_recompute"
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache")
 
 
-def _is_updated(cache: Any) -> bool:
-    return callable(getattr(cache, "update", None)) and not isinstance(cache, Mapping)
-
-
 def region_of(module: nn.Module) -> Region | None:
     """The region that a module is, or `None`."""
     return module.__dict__.get(_REGION)
@@ -214,7 +210,9 @@ class Region:
         for name in _CACHES:
             cache = named.get(name)
             # Layers of other libraries may call anything a cache; one that is written to has an update method, and is not a dict of tables.
-            if cache is not None and (name != "cache" or _is_updated(cache)):
+            if cache is not None and (
+                name != "cache" or (callable(getattr(cache, "update", None)) and not isinstance(cache, Mapping))
+            ):
                 raise EngineStateError(
                     f"{self.name} was given {name}, a cache that its forward writes to, and would write to again in backward; call the "
                     "model with use_cache=False, or set model.config.use_cache = False"

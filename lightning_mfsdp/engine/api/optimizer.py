@@ -65,7 +65,7 @@ class _Support:
         self._streamed: StreamedStep | None = None
 
     def writes_in_steps_alone(self, optimizer: Optimizer) -> bool:
-        """True for Transformer Engine's FusedAdam."""
+        """True for Transformer Engine's FusedAdam, beside the optimizers that the core knows."""
         return is_fused_adam(optimizer)
 
     def prepare(

@@ -7,7 +7,6 @@ ignore stay, too. Along the mesh's expert axis buffers differ as parameters do.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -52,17 +51,14 @@ def broadcast_buffers(module: nn.Module) -> None:
 def share_from_first(tensors: Sequence[Tensor], mesh: Mesh) -> None:
     """Overwrite tensors of any dtype with those of the mesh's first rank, in few broadcasts of bytes. Collective."""
     contents = [content for tensor in tensors if (content := _own_memory(tensor.detach())).numel()]
-    with torch.no_grad(), _mode_of(contents):
+    # Buffers that an evaluation has created in inference mode may be written in that mode only.
+    in_inference_mode = any(content.is_inference() for content in contents)
+    with torch.no_grad(), torch.inference_mode(in_inference_mode):
         pieces = [content.contiguous() for content in contents]
         broadcast_from_first(pieces, mesh.replicated_axes)
         for content, piece in zip(contents, pieces, strict=True):
             if piece.data_ptr() != content.data_ptr():  # contiguous() made a copy, because the tensor has gaps
                 content.copy_(piece)
-
-
-def _mode_of(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """The context in which they may be written: some may have been created by an evaluation, in inference mode."""
-    return torch.inference_mode(any(tensor.is_inference() for tensor in tensors))
 
 
 def _own_memory(tensor: Tensor) -> Tensor:

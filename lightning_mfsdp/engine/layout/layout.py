@@ -116,7 +116,7 @@ class Layout:
         return self.segments[self.segment_of[tensor]].shard_numel
 
     def numel(self, tensor: int) -> int:
-        """Elements of one tensor."""
+        """Number of elements of one tensor of the group; 1 for a 0-D one."""
         return math.prod(self.shapes[tensor])
 
     def row_numel(self, tensor: int) -> int:
@@ -194,7 +194,7 @@ class Layout:
 
     @property
     def numel_total(self) -> int:
-        """Elements of all tensors."""
+        """Number of elements of all tensors, without gaps between them."""
         return sum(math.prod(shape) for shape in self.shapes)
 
     @property

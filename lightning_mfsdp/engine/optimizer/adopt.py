@@ -308,15 +308,12 @@ class _ShardedStep:
         """Whether rows that are watched were written since the last call, or compute shards refreshed."""
         if not self._is_watched:
             return False
-        groups = self._present_groups()
+        groups = [group for reference, _ in self._groups if (group := reference()) is not None]
         if self._may_assign:
             for group in groups:
                 group.weights.take_assigned()
         written = [group.weights.note_writes() for group in groups]  # a list, because every group has to note its own
         return any(written)
-
-    def _present_groups(self) -> list[ParameterGroup]:
-        return [group for reference, _ in self._groups if (group := reference()) is not None]
 
     def _evaluating(
         self, optimizer: Optimizer, closure: Callable[..., Any], roots: Sequence[Context], own_code: OwnCode | None

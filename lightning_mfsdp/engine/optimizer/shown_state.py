@@ -145,7 +145,7 @@ class ShownState(MutableMapping[Any, Any]):
         self.plain.clear()
 
     def copy(self) -> defaultdict[Any, Any]:
-        """As `as_table`."""
+        """A table of its own with what is shown, as `as_table` makes it."""
         return self.as_table()
 
     def as_table(self) -> defaultdict[Any, Any]:

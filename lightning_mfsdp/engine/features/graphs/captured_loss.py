@@ -167,7 +167,9 @@ class CapturedLoss(Recording):
                 with self._graph(backward, forward.pool()):
                     self._context.lane.weights_ready = self._context.streams.record()  # captures the gather stream
                     torch.autograd.backward(loss, self._gradient)
-                self._remember_gradients()
+                # The gradients that the backward has left, and where: a replay shows the same ones.
+                self._shown = [(local, local.grad) for local in self._locals() if local.grad is not None]
+                self._shown_whole = [(whole, whole.grad) for whole in self._whole() if whole.grad is not None]
         except RuntimeError as error:
             self._let_go()
             self._give_up(error)
@@ -203,11 +205,6 @@ class CapturedLoss(Recording):
             yield
         finally:
             self._context.reductions.hides_gradients = False
-
-    def _remember_gradients(self) -> None:
-        """Which gradients a backward leaves, and where."""
-        self._shown = [(local, local.grad) for local in self._locals() if local.grad is not None]
-        self._shown_whole = [(parameter, parameter.grad) for parameter in self._whole() if parameter.grad is not None]
 
     @contextmanager
     def _same_state(self) -> Iterator[None]:
@@ -254,11 +251,12 @@ class CapturedLoss(Recording):
         self._awaited = None
         self._gradient.copy_(gradient)
         with torch.no_grad():
-            kept = [(one, addend) for one in self._context.gradients if (addend := one.keep_main())]
-            kept_whole = [(grad, one.grad.clone()) for one, grad in self._shown_whole if one.grad is not None]
+            # The graph overwrites gradients of earlier microbatches, which are added again afterwards.
+            kept = [(gradients, addend) for gradients in self._context.gradients if (addend := gradients.keep_main())]
+            kept_whole = [(grad, whole.grad.clone()) for whole, grad in self._shown_whole if whole.grad is not None]
             self._backward.replay()
-            for one, addend in kept:
-                one.add_to_main(addend)
+            for gradients, addend in kept:
+                gradients.add_to_main(addend)
             for grad, before in kept_whole:
                 grad.add_(before)
         for parameter, grad in (*self._shown, *self._shown_whole):

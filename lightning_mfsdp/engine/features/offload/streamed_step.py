@@ -59,11 +59,10 @@ class StreamedStep:
         Raises:
             ShardingError: It cannot be stepped in chunks.
         """
-        places = (place_of(parameter) for group in optimizer.param_groups for parameter in group["params"])
-        groups = {place[0]: None for place in places if place is not None and place[0].offloads}
         _refuse_unfit(optimizer)
-        for group in groups:
-            self._offload_if_new(optimizer, group)
+        for group in _groups_of(optimizer):
+            if group.offloads:
+                self._offload_if_new(optimizer, group)
 
     def begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A step begins: returns its arguments with a closure that does the step; `None` for a part of one."""
