@@ -136,7 +136,7 @@ def _refuse_unnamed(
 def _fill_of(key: str, value: Tensor, *, is_first: bool) -> int:
     if key in KNOWN_DIMS or is_first or value.is_floating_point() or value.dtype is torch.bool:
         return _PADDING.get(key, 0)
-    return -100
+    return -100  # integers that are not the input are taken for labels, of which no loss counts -100
 
 
 def _padded(value: Tensor, dim: int, count: int, fill: int, key: str) -> Tensor:

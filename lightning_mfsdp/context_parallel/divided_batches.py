@@ -127,7 +127,7 @@ class DividedBatches:
             with watched_step(parallel, tokens, trains=trains) if closely else nullcontext():
                 yield part
             self._compare_targets(part, loader, number, trains=trains)
-            is_left = not stays
+            is_left = not stays  # checkpoints of activations call attention again in backward, which reads the cut
         finally:
             if is_left:
                 parallel.cut = None

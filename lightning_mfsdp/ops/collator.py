@@ -177,7 +177,9 @@ class AlignedCollator:
         """Columns of a padded batch: its longest row, and as many more as make its size a multiple of the recipe's."""
         if self.num_tokens is None:
             alignment = alignment_of(self.recipe)
-            step = alignment // math.gcd(alignment, num_rows)
+            step = alignment // math.gcd(
+                alignment, num_rows
+            )  # rows x columns is to be a multiple, not the columns alone
             return -(-longest // step) * step
         width, rest = divmod(self.num_tokens, num_rows)
         if rest or longest > width:

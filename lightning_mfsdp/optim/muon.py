@@ -222,7 +222,7 @@ class Muon(LocalRowsOptimizer):
         for parameter in parameters:
             state = self.state[parameter]
             if not state:
-                state["step"] = torch.tensor(0.0, device="cpu")
+                state["step"] = torch.tensor(0.0, device="cpu")  # as torch.optim.AdamW has it without `capturable`
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
         states = [self.state[parameter] for parameter in parameters]
@@ -250,7 +250,7 @@ def _orthogonalize(group: Mapping[str, Any], matrix: Tensor) -> Tensor:
 def _descend(group: Mapping[str, Any], parameter: Tensor, shape: torch.Size, update: Tensor) -> None:
     """Step rows of a matrix of the given global shape."""
     lr, (height, width) = float(group["lr"]), shape
-    matches_adamw = group["adjust_lr_fn"] == "match_rms_adamw"
+    matches_adamw = group["adjust_lr_fn"] == "match_rms_adamw"  # both factors are those of torch.optim.Muon
     ratio = 0.2 * math.sqrt(max(height, width)) if matches_adamw else math.sqrt(max(1, height / width))
     parameter.mul_(1 - lr * group["weight_decay"])
     parameter.add_(update, alpha=-lr * ratio)

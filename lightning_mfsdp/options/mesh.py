@@ -223,6 +223,7 @@ class MeshSizes:
             ValueError: As `of_world`.
         """
         sizes = self.of_world(world_size, node_size)
+        # An axis of one rank would cost a process group, of which NCCL makes a communicator.
         optional = {
             OUTER: self.with_outer_axis or sizes[OUTER] > 1,
             DATA: True,
@@ -232,6 +233,7 @@ class MeshSizes:
         sharded = self.mesh or _kept_mesh(device_type, {name: sizes[name] for name in sizes if optional[name]})
         visible_mesh = sharded
         if self.data_parallel is not None or self.tensor_parallel is not None:
+            # For programs that read Lightning's axes; the engine shards over `sharded`.
             by_lightning = (world_size // sizes[TENSOR], sizes[TENSOR])
             visible_mesh = _kept_mesh(device_type, dict(zip(_LIGHTNING_AXES, by_lightning, strict=True)))
         ranks = self._ranks(sizes)
@@ -251,6 +253,7 @@ class MeshSizes:
     def _experts(self, device_type: str, sizes: dict[str, int], *, with_outer_axis: bool) -> DeviceMesh | None:
         if self.expert == 1:
             return None
+        # The expert axis is cut out of data x context: the other of these ranks hold the same experts, which are sharded over them.
         sizes_of_axes = {OUTER: sizes[OUTER]} if with_outer_axis else {}
         sizes_of_axes |= {SHARD: sizes[DATA] * sizes[CONTEXT] // self.expert, EXPERT: self.expert}
         return _kept_mesh(device_type, sizes_of_axes | ({TENSOR: sizes[TENSOR]} if sizes[TENSOR] > 1 else {}))

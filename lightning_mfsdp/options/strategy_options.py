@@ -173,6 +173,7 @@ class StrategyOptions(DeclaredOptions):
             )
         precision.prepare_module(module, mesh.sharded)
         if mesh.tensor is not None:
+            # First: what is initialized or drawn from here on has to be equal on all tensor ranks.
             self._share_random_states(mesh.tensor, device)
         if is_sharded(module):
             bring_home(module)  # undo a `.cpu()` or `.half()` since the last run
@@ -190,13 +191,15 @@ class StrategyOptions(DeclaredOptions):
             self._refuse_other_axes(module, mesh)
         else:
             if before is not None:
-                before(module)
+                before(module)  # such as to replace layers, which is possible only while nothing is sharded
             precision.cast_module(module)
             check_adapters(module)
             experts = self._divide(module, mesh, device)
+            # Units that the user names are joined only by a number that the user names, too.
             together = 1 if self.blocks_per_unit == "auto" and self.units != "auto" else self.blocks_per_unit
-            units_found = [unit for unit in select_units(module, self.units) if unit not in experts]
-            chosen = [*join_blocks(module, units_found, together), *experts]
+            # Layers of experts are units by themselves, because they are sharded over a mesh of their own.
+            around_experts = [unit for unit in select_units(module, self.units) if unit not in experts]
+            chosen = [*join_blocks(module, around_experts, together), *experts]
         self._recompute_in(module)
         fully_shard_units(
             module,

@@ -116,6 +116,7 @@ class HostCopy:
         if self._device.type != "cuda":
             return self._host.clone().requires_grad_(self._needs_grad)
         tensor = self._fetched()
+        # Backward needs the input that was copied out before this one next: it arrives while this one's region is recomputed.
         before = self._before() if self._before is not None else None
         if before is not None:
             before.fetch()

@@ -100,7 +100,9 @@ class SharedInput:
 
     def install(self, parent: nn.Module) -> list[Any]:
         """Returns the handles of the hooks."""
-        closes = parent.register_forward_hook(self._close, always_call=True)
+        closes = parent.register_forward_hook(
+            self._close, always_call=True
+        )  # else a forward that raised would keep its input
         return [parent.register_forward_pre_hook(self._open), closes]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -110,7 +112,7 @@ class SharedInput:
             return copied(tensor, group)
         if self._last is not None:
             before, version, result = self._last
-            if before is tensor and version == tensor._version:
+            if before is tensor and version == tensor._version:  # and was not written in place since
                 return result
         result = copied(tensor, group)
         self._last = (tensor, tensor._version, result)
@@ -294,6 +296,7 @@ class DividedDropout(nn.Dropout):
                     f"{self.name} has the style 'dropout_of_parts' and got a whole tensor of shape {list(input.shape)}, for which tensor"
                     " ranks would draw different masks. Use one layer for parts and another one for whole tensors, or leave the rule out."
                 )
+        # Ranks have equal random states, so masks of parts would be equal for different parts of a tensor.
         whole = input.new_ones(*input.shape[:-1], input.shape[-1] * self.tensor_group.size)
         mask = F.dropout(whole, self.p).chunk(self.tensor_group.size, -1)[self.tensor_group.rank]
         return input * mask.contiguous()

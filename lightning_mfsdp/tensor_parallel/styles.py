@@ -227,7 +227,9 @@ class Style:
             assert after is not None
             return [*handles, add_bias_after(module, after, group)]
         if self.divides == "columns" and has_bias:
-            module.__class__ = RowwiseLinear
+            module.__class__ = (
+                RowwiseLinear  # a hook sees the output only after the bias was added, before the sum over ranks
+            )
             module.tensor_group = group  # type: ignore[assignment]
             module.total = after  # type: ignore[assignment]
             return handles

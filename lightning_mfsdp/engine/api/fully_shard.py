@@ -162,7 +162,7 @@ def fully_shard(
         if (place := place_of(new)) is not None:
             mark_owner(old, *place)  # an optimizer that was built before holds it
     _advise_on_padding(groups)
-    if not inputs_are_cast:
+    if not inputs_are_cast:  # modules that the policy keeps in float32 cast for themselves
         policy = replace(policy, cast_forward_inputs=False)
     unit = Unit(members, groups, policy, reshard_after_forward=reshard_after_forward, side_doors=side_doors)
     unit.undo += write_directly(members, groups)
@@ -305,6 +305,7 @@ def _encode(
     now = ((parameter, table[key]) for table, key, parameter in sites)
     encoded = [(old, new) for old, new in now if new is not None and new is not old]
     for old, new in encoded:
+        # What programs and plans have put on the old parameter belongs to the one in its place.
         copy_marks(old, new)
         for hook in (old._backward_hooks or {}).values():
             new.register_hook(hook)
@@ -352,7 +353,7 @@ def _join(module: nn.Module, unit: Unit, context: Context) -> None:
             names.setdefault(nested, []).append(name)
     for nested, names_of_unit in names.items():
         nested.rename(names_of_unit)
-        nested.unhook_inside()
+        nested.unhook_inside()  # only the outermost unit shows its parameters in modules inside
         refuse_other_mesh(nested, context)
         context.take_over(nested)
         context.add(nested)

@@ -173,6 +173,8 @@ def sharded_mesh(mesh: DeviceMesh) -> DeviceMesh:
             f"fully_shard: the mesh ({described}) has {mesh.size()} of {dist.get_world_size()} ranks, and all ranks are needed to join its "
             f'axes "{data[0]}" and "{CONTEXT}"; pass a mesh of all ranks'
         )
+    # Ranks of a context axis have equal weights and gradients of other tokens: a reduce-scatter over both axes costs less than an
+    # all-reduce over one of them, and shards are smaller.
     order = [names.index(name) for name in (OUTER, data[0], CONTEXT) if name in names]
     along_tensor = [names.index(name) for name in tensor]
     ranks = mesh.mesh.permute([*order, *along_tensor])
