@@ -178,8 +178,8 @@ class _ShardedStep:
         if not self._groups:
             raise ShardingError(
                 f"fully_shard_optimizer: {type(optimizer).__name__} holds no parameter of a sharded module, so it was made before "
-                "the module was sharded, or from other parameters; make it of module.parameters() after fully_shard(module), under Lightning in "
-                "configure_optimizers"
+                "the module was sharded, or from other parameters; make it of module.parameters() after fully_shard(module), under "
+                "Lightning in configure_optimizers"
             )
 
     def _take_over(self, optimizer: Optimizer) -> None:
