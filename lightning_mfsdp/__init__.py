@@ -7,7 +7,7 @@ Importing this package registers "mfsdp", "mfsdp_optim_grads", "mfsdp_optim" and
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from lightning_mfsdp.checkpoint.state.whole import full_state_dict
+from lightning_mfsdp.checkpoint.state.full_state import full_state_dict
 from lightning_mfsdp.engine import (
     AveragedWeights,
     CapturedLoss,

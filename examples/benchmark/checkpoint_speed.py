@@ -35,11 +35,10 @@ from examples.benchmark.engines import Options, adamw, build
 from examples.decoder import PRESETS
 from lightning_mfsdp import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer
 from lightning_mfsdp.checkpoint import lightning_io
-from lightning_mfsdp.checkpoint.io.background import BackgroundSaver
-from lightning_mfsdp.checkpoint.io.opening import locate
+from lightning_mfsdp.checkpoint.background import BackgroundSaver, Staging
+from lightning_mfsdp.checkpoint.io.locate import locate
 from lightning_mfsdp.checkpoint.io.ranks import Ranks
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex
-from lightning_mfsdp.checkpoint.state.staging import Staging
 
 STEPS_MEANWHILE = 8
 

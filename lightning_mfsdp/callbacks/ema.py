@@ -9,8 +9,8 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_mfsdp._lightning_api import Callback, LightningModule, Trainer, TrainerFn
+from lightning_mfsdp.checkpoint.state.full_state import full_model_state
 from lightning_mfsdp.checkpoint.state.parameter_state import PARAMETER_STATES
-from lightning_mfsdp.checkpoint.state.whole import whole_model_state
 from lightning_mfsdp.engine import AveragedWeights
 from lightning_mfsdp.trainer.callback_hooks import HasParameterState
 from lightning_mfsdp.trainer.strategy import MFSDPStrategy
@@ -113,7 +113,7 @@ class ShardedEMA(Callback, HasParameterState):
                 f"ShardedEMA.averaged_state_dict: there is no average before optimizer step {self.start_step}; train longer, or load a "
                 "checkpoint that has one"
             )
-        return whole_model_state(weights.in_place_of(weights.module.state_dict()), keep=keep)
+        return full_model_state(weights.in_place_of(weights.module.state_dict()), keep=keep)
 
     # -- training ------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,17 @@
-"""Writes a Lightning checkpoint dictionary to disk, and reads it back."""
+"""Writes a Lightning checkpoint dictionary to disk, and reads it back.
+
+A sharded checkpoint is a directory written by torch.distributed.checkpoint, in the layout of Lightning's own sharded strategies:
+
+    model                     {parameter or buffer name: tensor}
+    optimizer_<i>             {"state": {parameter name: {state name: tensor}}, "param_groups": [{..., "params": [names]}]}
+    <key>                     {parameter name: tensor} of other state for parameters, see parameter_state.py
+    meta.pt                   everything else of a Lightning checkpoint, and which weights are tied (rank 0)
+
+Lightning's ModelParallelStrategy writes "state_dict" instead of "model"; both are read.
+
+Names, shapes and values do not depend on the number of ranks, on the mesh or on the sharding strategy, so any mesh can read them. Names are
+compared without what torch.compile and activation checkpointing put into them, so these may be added or removed.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +30,23 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import Optimizer
 
 from lightning_mfsdp.base.progress import Progress
-from lightning_mfsdp.checkpoint.io.location import META_FILE, MODULE_VERSIONS, TIED_WEIGHTS, Location, check_files
-from lightning_mfsdp.checkpoint.io.opening import no_checkpoint_error, read, recover
-from lightning_mfsdp.checkpoint.io.progress import CountingFile, CountingReads, SavePlanner
+from lightning_mfsdp.checkpoint.background import Staging
+from lightning_mfsdp.checkpoint.io.directory import Directory
+from lightning_mfsdp.checkpoint.io.location import META_FILE, MODULE_VERSIONS, TIED_WEIGHTS, Location
 from lightning_mfsdp.checkpoint.io.ranks import Ranks, on_all_ranks
-from lightning_mfsdp.checkpoint.io.unpickling import is_trusted
-from lightning_mfsdp.checkpoint.state import sharded
+from lightning_mfsdp.checkpoint.io.read import CountingReads
+from lightning_mfsdp.checkpoint.io.write import CountingFile, CountingSavePlanner
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex
 from lightning_mfsdp.checkpoint.state.model import finish_model, known_names, plan_model
-from lightning_mfsdp.checkpoint.state.on_disk import Directory, Reads, StoredOptimizer, StoredState
-from lightning_mfsdp.checkpoint.state.parameter_state import PARAMETER_STATES, ParameterState, plan_state
-from lightning_mfsdp.checkpoint.state.sharded_optimizer import (
+from lightning_mfsdp.checkpoint.state.on_disk import Reads, StoredOptimizer, StoredState, tensors_under
+from lightning_mfsdp.checkpoint.state.optimizer import (
     check_optimizer,
+    finish_optimizer,
     optimizer_state,
     plan_optimizer,
-    restore_planned,
 )
-from lightning_mfsdp.checkpoint.state.staging import Staging
+from lightning_mfsdp.checkpoint.state.parameter_state import PARAMETER_STATES, ParameterState, plan_state
+from lightning_mfsdp.checkpoint.state.state_dict import module_versions, own_share, rows_by_name, tied_names
 
 __all__ = [
     "FullContent",
@@ -67,13 +80,13 @@ class ShardedContent:
             RuntimeError: A hook changed values of the state dict so that their rows are unknown, or something cannot be pickled.
         """
         rest = dict(checkpoint)
-        versions = sharded.module_versions(rest["state_dict"])
+        versions = module_versions(rest["state_dict"])
         if versions is not None:
             rest[MODULE_VERSIONS] = {"model": versions}
-        if tied := sharded.tied_names(rest["state_dict"]):
+        if tied := tied_names(rest["state_dict"]):
             rest[TIED_WEIGHTS] = tied
-        rows = sharded.own_share(sharded.rows_by_name(rest.pop("state_dict"), index, "saving a checkpoint"), ranks)
-        others = {key: sharded.own_share(value, ranks) for key, value in rest.pop(PARAMETER_STATES, {}).items()}
+        rows = own_share(rows_by_name(rest.pop("state_dict"), index, "saving a checkpoint"), ranks)
+        others = {key: own_share(value, ranks) for key, value in rest.pop(PARAMETER_STATES, {}).items()}
         states = [_own_state(state, index, ranks) for state in rest.pop("optimizer_states", [])]
         by_number = {f"optimizer_{number}": value for number, value in enumerate(states)}
         return cls.packed({"model": rows, **others, **by_number}, rest, ranks)
@@ -85,9 +98,9 @@ class ShardedContent:
         Raises:
             RuntimeError: Something cannot be pickled.
         """
-        packed: list[bytes] = []
-        ranks.first(f"packing {META_FILE}", lambda: packed.append(_packed(rest)))
-        return cls(state=dict(state), rest=packed[0] if packed else b"")
+        buffer = io.BytesIO()  # stays empty except on rank 0
+        ranks.first(f"packing {META_FILE}", lambda: torch.save(rest, buffer))
+        return cls(state=dict(state), rest=buffer.getvalue())
 
     def staged(self, staging: Staging) -> ShardedContent:
         """A copy in memory of its own."""
@@ -98,7 +111,7 @@ class ShardedContent:
         with location.saving(ranks, directory=True) as place:
             writer = location.writer(place.path, on_host=self.on_host)
             # It ensures that an error on one rank is raised on all.
-            planner = SavePlanner(progress)
+            planner = CountingSavePlanner(progress)
             metadata = dcp_save(self.state, storage_writer=writer, planner=planner, process_group=ranks.group)
 
             def finish() -> None:
@@ -121,12 +134,13 @@ class FullContent:
     def write(self, location: Location, ranks: Ranks, progress: Progress | None) -> None:
         """Write the file on rank 0."""
         with location.saving(ranks, directory=False) as place:
-            ranks.first(f"writing {location}", lambda: self._write(location, place.path, progress))
 
-    def _write(self, location: Location, written: str, progress: Progress | None) -> None:
-        with location.create(written) as file:
-            counted: Any = file if progress is None else CountingFile(file, progress, self.checkpoint)
-            torch.save(self.checkpoint, counted)
+            def write() -> None:
+                with location.create(place.path) as file:
+                    counted: Any = file if progress is None else CountingFile(file, progress, self.checkpoint)
+                    torch.save(self.checkpoint, counted)
+
+            ranks.first(f"writing {location}", write)
 
 
 def save(
@@ -144,12 +158,6 @@ def _own_state(state: dict[str, Any], index: ParameterIndex, ranks: Ranks) -> di
     """State of an optimizer; without parameters that are not sharded, except on rank 0, whose weights are saved for them too."""
     kept = {name: value for name, value in state["state"].items() if ranks.rank == 0 or name in index.views}
     return {**state, "state": kept}
-
-
-def _packed(rest: dict[str, Any]) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(rest, buffer)
-    return buffer.getvalue()
 
 
 @dataclass(frozen=True)
@@ -186,23 +194,22 @@ class Loading:
             RefusedError: It holds a class that was not allowed.
         """
         ranks, directory = Ranks(), None
-        recover(location, ranks)
+        location.finish_interrupted_save(ranks)
         if location.is_sharded():
-            trusted = is_trusted(weights_only)
-            directory = Directory(location, check_files(location, ranks, trusted=trusted), trusted)
+            directory = Directory.open(location, ranks, weights_only=weights_only)
             known = known_names(module)
             with on_all_ranks(f"opening {location}"):
-                content = read(location, META_FILE, weights_only)
+                content = location.read_file(META_FILE, weights_only)
                 _add_states(content, directory, known)
         elif location.is_file():
-            content = read(location, None, weights_only)
+            content = location.read_file(None, weights_only)
             if "state_dict" not in content:
                 raise RuntimeError(
                     f"{location} is no Lightning checkpoint: it has no 'state_dict', only {list(content)[:8]}. Load plain weights with "
                     "load_state_dict, in your own loop or before the model is sharded"
                 )
         else:
-            raise no_checkpoint_error(location)
+            raise location.no_checkpoint_error()
         return cls(location, directory, not content.get("optimizer_states")), content
 
     def load_model(
@@ -274,7 +281,7 @@ class Loading:
         reads.run(progress)
         counting = CountingReads(progress, [state for state in states if not isinstance(state, StoredOptimizer)])
         for state, plan, optimizer in zip(states, plans, optimizers, strict=False):
-            restore_planned(plan, optimizer)
+            finish_optimizer(plan, optimizer)
             if not isinstance(state, StoredOptimizer):
                 counting.took(state)
         missing = len(optimizers) - len(plans)
@@ -294,7 +301,7 @@ class Loading:
     def _agree(self, where: str, kinds: Mapping[Any, Any]) -> None:
         """Raise if on_load_checkpoint has left other entries on another rank: shards would be of different states."""
         everyones = Ranks().gather(zlib.crc32(repr(list(kinds.items())).encode()))
-        differing = [rank for rank, found in enumerate(everyones) if found != everyones[0]]
+        differing = [rank for rank, checksum in enumerate(everyones) if checksum != everyones[0]]
         if differing:
             raise RuntimeError(
                 f'{self.location}: on_load_checkpoint has left other entries in checkpoint["{where}"] on ranks {differing[:8]} than on '
@@ -363,7 +370,7 @@ def _kind(value: Any) -> Any:
 def _add_states(content: dict[str, Any], directory: Directory, known: Callable[[str], bool]) -> None:
     """Add to what `meta.pt` holds what the other files hold, in the form of one file."""
     tied = content.pop(TIED_WEIGHTS, {})
-    keys = directory.parts()
+    keys = directory.top_keys()
     state = StoredState.of(directory, "model" if "model" in keys else "state_dict", known)
     state.update({name: state[first] for name, first in tied.items() if name in state and first in state})
     versions = content.pop(MODULE_VERSIONS, {})
@@ -375,4 +382,4 @@ def _add_states(content: dict[str, Any], directory: Directory, known: Callable[[
         content["optimizer_states"] = [StoredOptimizer(directory, f"optimizer_{number}") for number in numbers]
     others = [key for key in keys if key not in ("model", "state_dict") and not key.startswith("optimizer_")]
     if others:
-        content[PARAMETER_STATES] = {key: directory.tensors(key) for key in others}
+        content[PARAMETER_STATES] = {key: tensors_under(directory, key) for key in others}

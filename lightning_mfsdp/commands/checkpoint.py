@@ -16,9 +16,9 @@ import torch
 from lightning_mfsdp import checkpoint
 from lightning_mfsdp.base.progress import progress_bar
 from lightning_mfsdp.base.tables import readable_bytes
-from lightning_mfsdp.checkpoint.tools.contents import summarize
 from lightning_mfsdp.checkpoint.tools.convert import consolidate_checkpoint, convert_checkpoint
-from lightning_mfsdp.checkpoint.tools.portable import Source
+from lightning_mfsdp.checkpoint.tools.parts import Source
+from lightning_mfsdp.checkpoint.tools.summary import summarize
 from lightning_mfsdp.checkpoint.tools.verify import verify
 from lightning_mfsdp.commands.report import summary_lines, verification_lines, written_lines
 from lightning_mfsdp.commands.safetensors_folder import is_safetensors, summarize_folder, verify_folder

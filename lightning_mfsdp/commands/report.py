@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lightning_mfsdp.base.tables import readable_bytes, table_lines
-from lightning_mfsdp.checkpoint.io.opened import LIGHTNING_VERSION
-from lightning_mfsdp.checkpoint.tools.contents import OptimizerSummary, Summary
-from lightning_mfsdp.checkpoint.tools.portable import Portable
+from lightning_mfsdp.checkpoint.tools.leaves import LIGHTNING_VERSION
+from lightning_mfsdp.checkpoint.tools.parts import CheckpointParts
+from lightning_mfsdp.checkpoint.tools.summary import OptimizerSummary, Summary
 from lightning_mfsdp.checkpoint.tools.verify import Verification
 
 __all__ = ["summary_lines", "verification_lines", "written_lines"]
@@ -53,7 +53,7 @@ def verification_lines(path: Path, found: Verification) -> list[str]:
     return [*lines, f"problems: {len(found.problems)}", *(f"  {problem}" for problem in found.problems)]
 
 
-def written_lines(output: Path, parts: Portable) -> list[str]:
+def written_lines(output: Path, parts: CheckpointParts) -> list[str]:
     """What was written, and what was not."""
     state = sum(len(optimizer.state) for optimizer in parts.optimizers)
     lines = [f"wrote {output}: {len(parts.model):,} model entries, state of {state:,} parameters in {_count(parts)}"]
@@ -74,7 +74,7 @@ def _optimizer(optimizer: OptimizerSummary) -> str:
     return f"{optimizer.parameters:,} parameters in {groups}: {states}{sizes}"
 
 
-def _count(parts: Portable) -> str:
+def _count(parts: CheckpointParts) -> str:
     return "1 optimizer" if len(parts.optimizers) == 1 else f"{len(parts.optimizers)} optimizers"
 
 

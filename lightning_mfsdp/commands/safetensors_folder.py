@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from lightning_mfsdp.base.progress import Progress
-from lightning_mfsdp.checkpoint.io.stored import CheckpointError, UnreadTensor, size_bytes
-from lightning_mfsdp.checkpoint.tools.contents import Summary, summarize_leaves
+from lightning_mfsdp.checkpoint.io.trust import CheckpointError
+from lightning_mfsdp.checkpoint.tools.leaves import UnreadTensor, size_bytes
+from lightning_mfsdp.checkpoint.tools.summary import Summary, summarize_leaves
 from lightning_mfsdp.checkpoint.tools.verify import Verification
 
 __all__ = ["is_safetensors", "summarize_folder", "verify_folder"]

@@ -1,6 +1,6 @@
 """Saves a Fabric state (modules, optimizers, plain values by key) to disk, and loads it.
 
-A directory in the layout of `checkpoint/state/sharded.py`, with the user's keys in place of `model` and `optimizer_<i>`; or one file
+A directory in the layout of `checkpoint/lightning_io.py`, with the user's keys in place of `model` and `optimizer_<i>`; or one file
 with whole tensors. Any reader of that layout reads either.
 """
 
@@ -16,22 +16,16 @@ from torch.optim import Optimizer
 
 from lightning_mfsdp.base.progress import progress_bar
 from lightning_mfsdp.checkpoint import lightning_io
-from lightning_mfsdp.checkpoint.io.location import META_FILE, MODULE_VERSIONS, Location, check_files
-from lightning_mfsdp.checkpoint.io.opening import no_checkpoint_error, read, recover
+from lightning_mfsdp.checkpoint.io.directory import Directory
+from lightning_mfsdp.checkpoint.io.location import META_FILE, MODULE_VERSIONS, Location
 from lightning_mfsdp.checkpoint.io.ranks import Ranks, on_all_ranks
-from lightning_mfsdp.checkpoint.io.unpickling import is_trusted
-from lightning_mfsdp.checkpoint.state import sharded
+from lightning_mfsdp.checkpoint.state.full_state import full_model_state, full_optimizer_state
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex, plain_name
 from lightning_mfsdp.checkpoint.state.model import ModelPlan, finish_model, known_names, load_model, plan_model
-from lightning_mfsdp.checkpoint.state.on_disk import Directory, Reads, StoredOptimizer, StoredState
-from lightning_mfsdp.checkpoint.state.sharded_optimizer import (
-    OptimizerPlan,
-    optimizer_state,
-    plan_optimizer,
-    restore_planned,
-)
+from lightning_mfsdp.checkpoint.state.on_disk import Reads, StoredOptimizer, StoredState
+from lightning_mfsdp.checkpoint.state.optimizer import OptimizerPlan, finish_optimizer, optimizer_state, plan_optimizer
+from lightning_mfsdp.checkpoint.state.state_dict import module_versions, own_share, rows_by_name
 from lightning_mfsdp.checkpoint.state.translation import AS_SAVED, Translation
-from lightning_mfsdp.checkpoint.state.whole import whole_model_state, whole_optimizer_state
 
 __all__ = ["Filters", "load", "load_raw", "save"]
 
@@ -60,14 +54,14 @@ def save(location: Location, state: Mapping[str, Any], filters: Filters, *, whol
         if isinstance(value, nn.Module):
             model_state = value.state_dict()
             if whole:
-                tensors[key] = _filtered(key, whole_model_state(model_state, keep=keep), filters)
+                tensors[key] = _filtered(key, full_model_state(model_state, keep=keep), filters)
             else:
-                versions[key] = sharded.module_versions(model_state)
-                rows = sharded.rows_by_name(_filtered(key, model_state, filters), indices[key], "saving a checkpoint")
-                tensors[key] = sharded.own_share(rows, ranks)
+                versions[key] = module_versions(model_state)
+                rows = rows_by_name(_filtered(key, model_state, filters), indices[key], "saving a checkpoint")
+                tensors[key] = own_share(rows, ranks)
         elif isinstance(value, Optimizer):
             index = _index_of(key, value, indices)
-            saved_state = whole_optimizer_state(value, keep=keep) if whole else optimizer_state(index, value)
+            saved_state = full_optimizer_state(value, keep=keep) if whole else optimizer_state(index, value)
             tensors[key] = _filtered(key, saved_state, filters)
         else:
             rest[key] = _filtered(key, value.state_dict() if isinstance(value, Stateful) else value, filters)
@@ -109,18 +103,17 @@ def load(
         RefusedError: It holds a class that was not allowed; nothing was changed.
     """
     ranks = Ranks()
-    recover(location, ranks)
+    location.finish_interrupted_save(ranks)
     if location.is_sharded():
-        trusted = is_trusted(weights_only)
-        directory = Directory(location, check_files(location, ranks, trusted=trusted), trusted)
-        rest = read(location, META_FILE, weights_only)
+        directory = Directory.open(location, ranks, weights_only=weights_only)
+        rest = location.read_file(META_FILE, weights_only)
         versions = rest.pop(MODULE_VERSIONS, {})
-        saved_keys = {*directory.parts(), *rest}
+        saved_keys = {*directory.top_keys(), *rest}
     elif location.is_file():
-        directory, rest, versions = None, read(location, None, weights_only), {}
+        directory, rest, versions = None, location.read_file(None, weights_only), {}
         saved_keys = set(rest)
     else:
-        raise no_checkpoint_error(location)
+        raise location.no_checkpoint_error()
     present, indices, reads = _present(location, state, saved_keys, strict=strict), _indices(state), Reads(directory)
     models: dict[str, ModelPlan] = {}
     names: dict[int, set[str]] = {}
@@ -146,7 +139,7 @@ def load(
         for key, model_plan in models.items():
             finish_model(model_plan, state[key], progress)
     for key, plan in optimizers.items():
-        restore_planned(plan, state[key])
+        finish_optimizer(plan, state[key])
     for key, value in state.items():
         if key not in rest or isinstance(value, (nn.Module, Optimizer)):
             continue
@@ -167,14 +160,14 @@ def load_raw(
 ) -> None:
     """Read a file that holds only the state dict of a plain module. All ranks call it."""
     if not location.is_file():
-        raise no_checkpoint_error(location)
-    saved = translated.model(location, read(location, None, weights_only))
+        raise location.no_checkpoint_error()
+    saved = translated.model(location, location.read_file(None, weights_only))
     load_model(location, saved, ParameterIndex(module), strict=strict)
 
 
 def _stored(directory: Directory, key: str, module: nn.Module, versions: dict[str, Any] | None) -> StoredState:
     """The state dict of a module in a directory."""
-    if key == "model" and key not in directory.parts():
+    if key == "model" and key not in directory.top_keys():
         key = "state_dict"  # as ModelParallelStrategy names it
     stored = StoredState.of(directory, key, known_names(module))
     if versions is not None:

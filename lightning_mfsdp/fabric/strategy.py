@@ -33,7 +33,7 @@ from lightning_mfsdp._lightning_api import (
     sync_if_available,
     unwrap_fabric_objects,
 )
-from lightning_mfsdp.checkpoint.io.opening import locate
+from lightning_mfsdp.checkpoint.io.locate import locate
 from lightning_mfsdp.checkpoint.io.ranks import Ranks, same_on_all
 from lightning_mfsdp.checkpoint.state.translation import Translation
 from lightning_mfsdp.context_parallel.model_inputs import complete_inputs

@@ -25,14 +25,12 @@ from lightning_mfsdp._lightning_api import (
 )
 from lightning_mfsdp.base.progress import Progress, progress_bar
 from lightning_mfsdp.checkpoint import lightning_io
-from lightning_mfsdp.checkpoint.io.background import BackgroundSaver
-from lightning_mfsdp.checkpoint.io.opening import locate
+from lightning_mfsdp.checkpoint.background import BackgroundSaver, Staging
+from lightning_mfsdp.checkpoint.io.locate import locate
 from lightning_mfsdp.checkpoint.io.ranks import Ranks, on_all_ranks, same_on_all
-from lightning_mfsdp.checkpoint.io.shared_folder import check_folder
+from lightning_mfsdp.checkpoint.state.full_state import full_model_state, full_optimizer_state
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex
-from lightning_mfsdp.checkpoint.state.parameter_state import PARAMETER_STATES, ParameterState, piece_shards, whole_rows
-from lightning_mfsdp.checkpoint.state.staging import Staging
-from lightning_mfsdp.checkpoint.state.whole import whole_model_state, whole_optimizer_state
+from lightning_mfsdp.checkpoint.state.parameter_state import PARAMETER_STATES, ParameterState, dcp_shards, full_tensors
 from lightning_mfsdp.engine import collectives_begun
 from lightning_mfsdp.launch import slurm
 from lightning_mfsdp.launch.processes import ProcessStrategy
@@ -134,7 +132,7 @@ class CheckpointingStrategy(ProcessStrategy):
         savers = [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, ModelCheckpoint)]
         folders = [str(saver.dirpath) for saver in savers if saver.dirpath and (saver.save_top_k or saver.save_last)]
         for folder in dict.fromkeys(folders):
-            check_folder(locate(folder), Ranks(sees_within=self.shared_folder_timeout))
+            locate(folder).check_shared(Ranks(sees_within=self.shared_folder_timeout))
 
     @property
     def _module(self) -> LightningModule:
@@ -186,15 +184,15 @@ class CheckpointingStrategy(ProcessStrategy):
         if self._is_alone:
             return {}
         if self.state_dict_type == "full":
-            return whole_rows(ParameterIndex(self._module), state.rows(), keep=self.is_global_zero)
-        return piece_shards(ParameterIndex(self._module), state.rows())
+            return full_tensors(ParameterIndex(self._module), state.rows(), keep=self.is_global_zero)
+        return dcp_shards(ParameterIndex(self._module), state.rows())
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """What hooks of the module see before it is saved: sharded tensors, or whole ones on rank 0 and nothing elsewhere."""
         if self._is_alone:
             return {}
         state = super().lightning_module_state_dict()
-        return whole_model_state(state, keep=self.is_global_zero) if self.state_dict_type == "full" else state
+        return full_model_state(state, keep=self.is_global_zero) if self.state_dict_type == "full" else state
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """State by parameter name, of the rows this rank owns; or whole, as without sharding, on rank 0."""
@@ -202,7 +200,7 @@ class CheckpointingStrategy(ProcessStrategy):
             return {}
         plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if self.state_dict_type == "full":
-            return whole_optimizer_state(plain, keep=self.is_global_zero)
+            return full_optimizer_state(plain, keep=self.is_global_zero)
         return lightning_io.optimizer_state(ParameterIndex(self._module), plain)
 
     def save_checkpoint(

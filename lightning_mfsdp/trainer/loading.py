@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from lightning_mfsdp.checkpoint.tools.reading import load_checkpoint
+from lightning_mfsdp.checkpoint.tools.load import load_checkpoint
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule

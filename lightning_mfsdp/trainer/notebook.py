@@ -13,7 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_mfsdp._lightning_api import MultiProcessingLauncher, Trainer, TrainerFn, WorkerOutput
-from lightning_mfsdp.checkpoint.state.whole import full_state_dict
+from lightning_mfsdp.checkpoint.state.full_state import full_state_dict
 
 __all__ = ["ForkedLauncher"]
 

@@ -21,7 +21,7 @@ from torch.distributed.fsdp.api import (
 )
 from torch.distributed.tensor import DTensor
 
-from lightning_mfsdp.checkpoint.state.piece_shard import PieceShard
+from lightning_mfsdp.checkpoint.state.dcp_shard import DcpShard
 from lightning_mfsdp.engine.core.piece import Piece
 from tests.lightning.models import Classifier, loader, make_trainer, seeded
 
@@ -204,6 +204,6 @@ def rows_of(rank: int, world_size: int) -> Callable[[Any], Any]:
         full = value.full_tensor().cpu()
         cut = (len(full) * 2 + 2) // 3
         mine = range(cut) if rank == 0 else range(cut, len(full))
-        return PieceShard.of(full[mine.start : mine.stop].clone(), Piece(shape=full.shape, rows=mine))
+        return DcpShard.of(full[mine.start : mine.stop].clone(), Piece(shape=full.shape, rows=mine))
 
     return rows

@@ -16,17 +16,12 @@ from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp import fully_shard, fully_shard_optimizer, sharded_parameters
 from lightning_mfsdp.checkpoint import export_model, lightning_io, load_safetensors
-from lightning_mfsdp.checkpoint.io.opening import locate
+from lightning_mfsdp.checkpoint.io.locate import locate
 from lightning_mfsdp.checkpoint.io.ranks import Ranks
 from lightning_mfsdp.checkpoint.safetensors import load
+from lightning_mfsdp.checkpoint.state.full_state import full_model_state, full_optimizer_state
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex
-from lightning_mfsdp.checkpoint.state.parameter_state import (
-    PARAMETER_STATES,
-    ParameterState,
-    piece_shards,
-    whole_rows,
-)
-from lightning_mfsdp.checkpoint.state.whole import whole_model_state, whole_optimizer_state
+from lightning_mfsdp.checkpoint.state.parameter_state import PARAMETER_STATES, ParameterState, dcp_shards, full_tensors
 from lightning_mfsdp.engine import ParameterView
 from lightning_mfsdp.engine.core.sharded_tensor import Rows
 from lightning_mfsdp.engine.features.ema import AveragedWeights
@@ -258,16 +253,16 @@ class Sharded:
                 **rest,
                 "state_dict": self.model.state_dict(),
                 "optimizer_states": [lightning_io.optimizer_state(index, self.optimizer)],
-                PARAMETER_STATES: {key: piece_shards(index, state.rows()) for key, state in self.states.items()},
+                PARAMETER_STATES: {key: dcp_shards(index, state.rows()) for key, state in self.states.items()},
             },
             ranks,
         )
         lightning_io.save(locate(folder / "sharded"), sharded, ranks=ranks)
         full = {
             **rest,
-            "state_dict": whole_model_state(self.model.state_dict(), keep=keep),
-            "optimizer_states": [whole_optimizer_state(self.optimizer, keep=keep)],
-            PARAMETER_STATES: {key: whole_rows(index, state.rows(), keep=keep) for key, state in self.states.items()},
+            "state_dict": full_model_state(self.model.state_dict(), keep=keep),
+            "optimizer_states": [full_optimizer_state(self.optimizer, keep=keep)],
+            PARAMETER_STATES: {key: full_tensors(index, state.rows(), keep=keep) for key, state in self.states.items()},
         }
         lightning_io.save(locate(folder / "full"), lightning_io.FullContent(checkpoint=full), ranks=ranks)
         export_model(self.model, folder / "safetensors")
@@ -288,7 +283,7 @@ class Sharded:
         """Whole weights after one more step, on rank 0."""
         self.set_gradients()
         self.optimizer.step()
-        return whole_model_state(self.model.state_dict(), keep=dist.get_rank() == 0)
+        return full_model_state(self.model.state_dict(), keep=dist.get_rank() == 0)
 
 
 @torch.no_grad()

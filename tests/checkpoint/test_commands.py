@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 import lightning_mfsdp.checkpoint
 from lightning_mfsdp import MFSDPStrategy
 from lightning_mfsdp.base import progress
-from lightning_mfsdp.checkpoint.io.stored import StoredTensor
+from lightning_mfsdp.checkpoint.tools.leaves import StoredTensor
 from lightning_mfsdp.checkpoint.tools.verify import count_nonfinite, cover_problems
 from lightning_mfsdp.commands import main
 from tests.helpers.distributed import run_distributed

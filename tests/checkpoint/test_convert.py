@@ -10,11 +10,11 @@ import torch
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
 
 from lightning_mfsdp import MFSDPStrategy
-from lightning_mfsdp.checkpoint.io.stored import CheckpointError, StoredTensor
-from lightning_mfsdp.checkpoint.state.numbering import names_of_numbers
-from lightning_mfsdp.checkpoint.state.whole import whole_optimizer_state
+from lightning_mfsdp.checkpoint.io.trust import CheckpointError
+from lightning_mfsdp.checkpoint.state.full_state import full_optimizer_state
 from lightning_mfsdp.checkpoint.tools.convert import convert_checkpoint
-from lightning_mfsdp.checkpoint.tools.portable import read_portable
+from lightning_mfsdp.checkpoint.tools.leaves import StoredTensor
+from lightning_mfsdp.checkpoint.tools.parts import names_of_numbers, read_parts
 from tests.checkpoint.foreign import STEPS, Trained, joined, write_foreign
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import full_state, loader, make_trainer, seeded, strict_warnings
@@ -89,7 +89,7 @@ def load_all(rank: int, world_size: int, folder: str) -> dict[str, Any]:
                 trainer.fit(model, data, ckpt_path=f"{folder}/{name}")
         else:
             trainer.fit(model, data, ckpt_path=f"{folder}/{name}")
-        optimizer = whole_optimizer_state(trainer.optimizers[0], keep=rank == 0)
+        optimizer = full_optimizer_state(trainer.optimizers[0], keep=rank == 0)
         found[name] = {"weights": full_state(model), "optimizer": optimizer, "global_step": trainer.global_step}
     return found
 
@@ -218,7 +218,7 @@ def test_an_interrupted_conversion_leaves_nothing_behind(written: Any, tmp_path:
 )
 def test_what_cannot_be_mapped_is_refused(written: Any, source: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError) as info:
-        read_portable(written[0] / source, **options)
+        read_parts(written[0] / source, **options)
     assert message in str(info.value)
 
 
@@ -227,11 +227,11 @@ def test_an_optimizer_of_another_model_and_nested_state_are_refused(tmp_path: Pa
     other = {"state": {"other": {"momentum": torch.ones(2)}}, "param_groups": [group]}
     torch.save({"model": {"weight": torch.ones(2)}, "optimizer": other}, tmp_path / "other")
     with pytest.raises(CheckpointError, match="optimizer holds state of other"):
-        read_portable(tmp_path / "other")
+        read_parts(tmp_path / "other")
     nested = {"state": {"weight": {"factors": {"left": torch.ones(2)}}}, "param_groups": [group]}
     torch.save({"model": {"weight": torch.ones(2)}, "optimizer": nested}, tmp_path / "nested")
     with pytest.raises(CheckpointError, match=r"optimizer.state.weight.factors.left lies too deep"):
-        read_portable(tmp_path / "nested")
+        read_parts(tmp_path / "nested")
 
 
 def names(shapes: list[tuple[int, ...]], model: dict[str, tuple[int, ...]], **group: Any) -> list[str]:

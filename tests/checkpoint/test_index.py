@@ -11,11 +11,11 @@ from torch import nn
 
 from lightning_mfsdp import fully_shard, fully_shard_optimizer
 from lightning_mfsdp.checkpoint import lightning_io
-from lightning_mfsdp.checkpoint.io.opening import locate
+from lightning_mfsdp.checkpoint.io.locate import locate
 from lightning_mfsdp.checkpoint.io.ranks import Ranks
 from lightning_mfsdp.checkpoint.state import index as room
+from lightning_mfsdp.checkpoint.state.full_state import full_model_state, full_optimizer_state
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex
-from lightning_mfsdp.checkpoint.state.whole import whole_model_state, whole_optimizer_state
 from lightning_mfsdp.fabric import checkpoints
 from tests.helpers.distributed import run_distributed
 
@@ -53,8 +53,8 @@ def every_operation_makes_one(rank: int, world: int, folder: str) -> dict[str, i
         index, {"state_dict": model.state_dict(), "optimizer_states": states}, Ranks()
     )
     lightning_io.save(locate(path / "sharded"), content, ranks=Ranks())
-    states = [whole_optimizer_state(one, keep=rank == 0) for one in optimizers]
-    whole = {"state_dict": whole_model_state(model.state_dict(), keep=rank == 0), "optimizer_states": states}
+    states = [full_optimizer_state(one, keep=rank == 0) for one in optimizers]
+    whole = {"state_dict": full_model_state(model.state_dict(), keep=rank == 0), "optimizer_states": states}
     lightning_io.save(locate(path / "full"), lightning_io.FullContent(checkpoint=whole), ranks=Ranks())
     for kind in ("sharded", "full"):
         found[f"load {kind}"] = counted(

@@ -19,13 +19,13 @@ from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp.base.part import Part
 from lightning_mfsdp.checkpoint import convert_checkpoint, export_checkpoint, load_checkpoint
-from lightning_mfsdp.checkpoint.io.opening import locate
+from lightning_mfsdp.checkpoint.background import Staging
+from lightning_mfsdp.checkpoint.io.locate import locate
 from lightning_mfsdp.checkpoint.io.ranks import Ranks
-from lightning_mfsdp.checkpoint.io.stored import StoredCheckpoint
-from lightning_mfsdp.checkpoint.state.piece_shard import PieceShard
-from lightning_mfsdp.checkpoint.state.staging import Staging
-from lightning_mfsdp.checkpoint.state.whole import whole_model_state
+from lightning_mfsdp.checkpoint.state.dcp_shard import DcpShard
+from lightning_mfsdp.checkpoint.state.full_state import full_model_state
 from lightning_mfsdp.checkpoint.tools.convert import consolidate_checkpoint
+from lightning_mfsdp.checkpoint.tools.leaves import StoredCheckpoint
 from lightning_mfsdp.checkpoint.tools.verify import cover_problems, verify
 from lightning_mfsdp.engine.core.piece import Piece
 from lightning_mfsdp.fabric import checkpoints
@@ -200,7 +200,7 @@ def other_ways(rank: int, world: int, folder: str) -> None:
     dcp_load(tensors, checkpoint_id=Path(folder, "plain"))
     assert [label for label in sharded.problems("weights") if label in tensors] == []
     sharded.fill()
-    averaged = whole_model_state(sharded.average.in_place_of(sharded.model.state_dict()), keep=True)
+    averaged = full_model_state(sharded.average.in_place_of(sharded.model.state_dict()), keep=True)
     names = [view.name for view in sharded.views if view.requires_grad]
     assert all(torch.equal(averaged[name], pattern(f"average {name}", averaged[name].shape)) for name in names)
 
@@ -231,13 +231,13 @@ def test_chunks_of_all_ranks_are_the_tensor_once(case: tuple[torch.Size, list[tu
     whole = torch.arange(case[0].numel(), device="cpu").reshape(case[0])
     written, chunks = torch.full_like(whole, -1), []
     for piece in pieces_of(case):
-        shard = PieceShard.of(piece.of(whole), piece)
+        shard = DcpShard.of(piece.of(whole), piece)
         assert shard.size() == whole.shape
         found = shard.__create_chunk_list__()
         items = shard.__create_write_items__("name", shard)
         assert [item.tensor_data.chunk for item in items] == found
         staged = Staging().copy(shard)
-        assert isinstance(staged, PieceShard)
+        assert isinstance(staged, DcpShard)
         for chunk in found:
             for one in (shard, staged):
                 values = one.__get_tensor_shard__(MetadataIndex("name", chunk.offsets))
@@ -246,7 +246,7 @@ def test_chunks_of_all_ranks_are_the_tensor_once(case: tuple[torch.Size, list[tu
         chunks += [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in found]
     assert cover_problems(tuple(whole.shape), chunks) == []
     for piece in pieces_of(case):
-        shard = PieceShard.of(torch.full((len(piece.rows), *piece.part_shape[1:]), -1, device="cpu"), piece)
+        shard = DcpShard.of(torch.full((len(piece.rows), *piece.part_shape[1:]), -1, device="cpu"), piece)
         for chunk in shard.__create_chunk_list__():
             shard.__get_tensor_shard__(MetadataIndex("name", chunk.offsets)).copy_(written[place_of(chunk)])
         if piece.boxes:
@@ -256,7 +256,7 @@ def test_chunks_of_all_ranks_are_the_tensor_once(case: tuple[torch.Size, list[tu
 @pytest.mark.parametrize("shape", [(), (0, 3), (5, 0)])
 def test_a_tensor_without_rows_is_one_chunk(shape: tuple[int, ...]) -> None:
     value = torch.zeros(shape, device="cpu")
-    shard = PieceShard.of(value, Piece(shape=value.shape, rows=range(value.numel())))
+    shard = DcpShard.of(value, Piece(shape=value.shape, rows=range(value.numel())))
     (item,) = shard.__create_write_items__("name", shard)
     assert (item.index.offset, item.tensor_data.chunk.sizes) == (torch.Size([0] * len(shape)), value.shape)
     assert shard.__get_tensor_shard__(item.index).shape == value.shape

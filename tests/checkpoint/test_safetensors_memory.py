@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lightning_mfsdp.checkpoint import export_checkpoint, export_model, lightning_io, load_safetensors
-from lightning_mfsdp.checkpoint.io.opening import locate
+from lightning_mfsdp.checkpoint.io.locate import locate
 from lightning_mfsdp.checkpoint.io.ranks import Ranks
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex
 from lightning_mfsdp.engine import fully_shard, fully_shard_optimizer

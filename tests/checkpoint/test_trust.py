@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from lightning_mfsdp.checkpoint import export_checkpoint
-from lightning_mfsdp.checkpoint.io.unpickling import read_table
+from lightning_mfsdp.checkpoint.io.trust import read_table
 from lightning_mfsdp.commands import main
 from tests.fabric.loops import launched
 from tests.helpers.distributed import run_distributed

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
 from lightning_mfsdp.checkpoint import load_checkpoint
-from lightning_mfsdp.checkpoint.io.unpickling import read_table
+from lightning_mfsdp.checkpoint.io.trust import read_table
 
 WRITTEN_BY_2_15 = Path(__file__).parents[1] / "data/torch-2.15"
 

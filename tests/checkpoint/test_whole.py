@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_mfsdp import MFSDPStrategy, load_from_checkpoint
 from lightning_mfsdp.checkpoint import load_checkpoint
-from lightning_mfsdp.checkpoint.safetensors.files import stored_tensors
+from lightning_mfsdp.checkpoint.safetensors.files import tensors_in_files
 from lightning_mfsdp.checkpoint.tools.verify import verify
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import (
@@ -154,7 +154,7 @@ def test_an_index_names_files_below_its_folder_alone(tmp_path: Path, name: str) 
     index = {"metadata": {}, "weight_map": {"good": "model-1.safetensors", "bad": name}}
     (tmp_path / "model/model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(RuntimeError, match=r"says that bad is in '.*', which is not below the folder"):
-        stored_tensors(tmp_path / "model")
+        tensors_in_files(tmp_path / "model")
 
 
 def test_an_index_may_name_files_in_folders_and_through_links(tmp_path: Path) -> None:
@@ -167,4 +167,4 @@ def test_an_index_may_name_files_in_folders_and_through_links(tmp_path: Path) ->
     (tmp_path / "model/one.safetensors").symlink_to(tmp_path / "blobs/abc")
     index = {"weight_map": {"one": "one.safetensors", "two": "part/two.safetensors"}}
     (tmp_path / "model/model.safetensors.index.json").write_text(json.dumps(index))
-    assert stored_tensors(tmp_path / "model").keys() == {"one", "two"}
+    assert tensors_in_files(tmp_path / "model").keys() == {"one", "two"}

@@ -20,7 +20,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_mfsdp.checkpoint.state.whole import whole_optimizer_state
+from lightning_mfsdp.checkpoint.state.full_state import full_optimizer_state
 from lightning_mfsdp.engine import ShardingError, fully_shard, fully_shard_optimizer, grad_norm, sharded_parameters
 from lightning_mfsdp.optim import Muon
 from lightning_mfsdp.trainer.precision import MFSDPPrecision
@@ -410,7 +410,7 @@ def whole_tensors_put_into_state_are_sharded_on_all_ranks_alike(rank, world):
     for makes in (lambda one: torch.full(one.shape, 0.5), lambda one: torch.full_like(one.to_local(), 0.5)):
         for looks in (
             lambda: optimizer.state_dict()["state"],
-            lambda: whole_optimizer_state(optimizer, keep=True)["state"],
+            lambda: full_optimizer_state(optimizer, keep=True)["state"],
             None,
         ):
             for parameter in model.parameters():

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from lightning_mfsdp import MFSDPStrategy
-from lightning_mfsdp.checkpoint.state.whole import whole_optimizer_state
+from lightning_mfsdp.checkpoint.state.full_state import full_optimizer_state
 from lightning_mfsdp.checkpoint.tools.convert import convert_checkpoint
 from tests.checkpoint.foreign import STEPS, Trained, whole
 from tests.helpers.distributed import needs_gpus, run_distributed
@@ -98,7 +98,7 @@ def by_us(rank: int, world: int, folder: str) -> dict[str, Any]:
         options: dict[str, Any] = {"accelerator": "cuda", "max_steps": STEPS, "limit_train_batches": 0}
         trainer = make_trainer(folder, world, strategy=strategy, **options)
         trainer.fit(model, loader(4, 8, rank, world), ckpt_path=f"{folder}/{name}")
-        state = whole_optimizer_state(trainer.optimizers[0], keep=rank == 0)
+        state = full_optimizer_state(trainer.optimizers[0], keep=rank == 0)
         found[name] = {"weights": full_state(model), "optimizer": state}
     return found
 

@@ -21,10 +21,10 @@ from torch import nn
 from lightning_mfsdp import fully_shard, fully_shard_optimizer
 from lightning_mfsdp.checkpoint import lightning_io
 from lightning_mfsdp.checkpoint.io import local
-from lightning_mfsdp.checkpoint.io.opening import locate
+from lightning_mfsdp.checkpoint.io.locate import locate
 from lightning_mfsdp.checkpoint.io.ranks import Ranks
+from lightning_mfsdp.checkpoint.state.full_state import full_model_state, full_optimizer_state
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex
-from lightning_mfsdp.checkpoint.state.whole import whole_model_state, whole_optimizer_state
 
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.unlink", "os.truncate")
 OLD, NEW = 1, 2
@@ -54,8 +54,8 @@ def save(path: Path | str, kind: str, value: int) -> None:
     rest = {"global_step": value}
     content: lightning_io.FullContent | lightning_io.ShardedContent
     if kind == "full":
-        states = [whole_optimizer_state(optimizer, keep=True)]
-        whole = {"state_dict": whole_model_state(model.state_dict(), keep=True), "optimizer_states": states, **rest}
+        states = [full_optimizer_state(optimizer, keep=True)]
+        whole = {"state_dict": full_model_state(model.state_dict(), keep=True), "optimizer_states": states, **rest}
         content = lightning_io.FullContent(checkpoint=whole)
     else:
         index = ParameterIndex(model)

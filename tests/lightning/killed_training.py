@@ -21,12 +21,11 @@ import torch
 import torch.distributed as dist
 
 from lightning_mfsdp.checkpoint import lightning_io
+from lightning_mfsdp.checkpoint.background import BackgroundSaver, Staging
 from lightning_mfsdp.checkpoint.io import local
-from lightning_mfsdp.checkpoint.io.background import BackgroundSaver
-from lightning_mfsdp.checkpoint.io.opening import locate
+from lightning_mfsdp.checkpoint.io.locate import locate
 from lightning_mfsdp.checkpoint.io.ranks import Ranks
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex
-from lightning_mfsdp.checkpoint.state.staging import Staging
 from tests.lightning.interrupted_saves import fill, made
 
 WORLD = 2

@@ -14,9 +14,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from lightning_mfsdp import MFSDPStrategy
-from lightning_mfsdp.checkpoint.io.background import BackgroundSaver
-from lightning_mfsdp.checkpoint.state.piece_shard import PieceShard
-from lightning_mfsdp.checkpoint.state.staging import Staging
+from lightning_mfsdp.checkpoint.background import BackgroundSaver, Staging
+from lightning_mfsdp.checkpoint.state.dcp_shard import DcpShard
 from lightning_mfsdp.engine.core.piece import Piece
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import FOREIGN_WARNINGS, loader, make_trainer, seeded, strict_warnings
@@ -235,7 +234,7 @@ def test_callbacks_that_would_save_under_one_name_are_refused(ran: Any) -> None:
 
 
 def test_staging_copies_every_tensor_and_uses_its_memory_again() -> None:
-    rows = PieceShard.of(torch.arange(6.0).reshape(3, 2), Piece(shape=torch.Size([8, 2]), rows=range(4, 7)))
+    rows = DcpShard.of(torch.arange(6.0).reshape(3, 2), Piece(shape=torch.Size([8, 2]), rows=range(4, 7)))
     tree = {"a": rows, "b": [torch.ones(2), {"c": (torch.zeros(()), 3)}], "d": {"step": 7}}
     staging = Staging()
     copied = staging.copy(tree)

@@ -53,7 +53,7 @@ PURPOSES = {
     "saving": {
         "communication.broadcast": "rank 0's path",
         "checkpointing._with_continuation": "every rank's random and loader states",
-        "sharded.rows_by_name": "names of values whose rows nobody knows, which all ranks refuse together",
+        "state_dict.rows_by_name": "names of values whose rows nobody knows, which all ranks refuse together",
         "lightning_io.packed": "whether rank 0 could pickle what goes into meta.pt",
         "location.saving": "whether rank 0 could make room, and put the new checkpoint in place",
         "shared_folder.see_on_all": "whether every rank sees where it will write",
@@ -61,15 +61,15 @@ PURPOSES = {
     },
     "loading": {
         "checkpointing.load_checkpoint": "the path, which all ranks must have been given",
-        "opening.recover": "whether rank 0 had to finish an exchange that was interrupted",
-        "location.check_files": "what is wrong with the files, as every rank sees them",
+        "location.finish_interrupted_save": "whether rank 0 had to finish an exchange that was interrupted",
+        "directory.open": "what is wrong with the files, as every rank sees them",
         "lightning_io.open": "whether any rank could not read meta.pt",
         "lightning_io._agree": "that on_load_checkpoint has left the same entries on all ranks",
-        "sharded.rows_by_name": "as above, of the model that is loaded into",
+        "state_dict.rows_by_name": "as above, of the model that is loaded into",
         "lightning_io._check": "whether an optimizer does not fit on any rank, before weights are read",
         "lightning_io.load_optimizers": "the same when its state is read",
         "on_disk.run": "whether any rank has something to read",
-        "opening.read_rows": "PyTorch's plan for all rows of the model, then of optimizers, and whether all were read",
+        "directory._read": "PyTorch's plan for all rows of the model, then of optimizers, and whether all were read",
     },
 }
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mfsdp import MFSDPStrategy
-from lightning_mfsdp.checkpoint.state.whole import whole_model_state
+from lightning_mfsdp.checkpoint.state.full_state import full_model_state
 from tests.helpers.distributed import run_distributed
 from tests.helpers.host_memory import FREED_AT_ONCE, Meter
 from tests.lightning.models import FOREIGN_WARNINGS, make_trainer, strict_warnings
@@ -88,7 +88,7 @@ def measured(rank: int, world: int, folder: str) -> dict[str, int]:
         files = path.iterdir() if path.is_dir() else [path]
         found[f"{kind} size"] = sum(file.stat().st_size for file in files)
         if kind == "full":
-            measure("everywhere", lambda model=model: whole_model_state(model.state_dict(), keep=True))
+            measure("everywhere", lambda model=model: full_model_state(model.state_dict(), keep=True))
         del model, trainer
         strategy = Loading(units=["Linear"])
         trainer_with(strategy, 2).fit(Stack(), data, ckpt_path=path)

@@ -15,12 +15,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_mfsdp import MFSDPStrategy, fully_shard, fully_shard_optimizer
-from lightning_mfsdp.checkpoint.io.opening import locate
+from lightning_mfsdp.checkpoint.io.locate import locate
 from lightning_mfsdp.checkpoint.io.ranks import Ranks
+from lightning_mfsdp.checkpoint.state.full_state import full_model_state, full_optimizer_state
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex
 from lightning_mfsdp.checkpoint.state.on_disk import Reads
-from lightning_mfsdp.checkpoint.state.sharded_optimizer import optimizer_state, plan_optimizer, restore_planned
-from lightning_mfsdp.checkpoint.state.whole import whole_model_state, whole_optimizer_state
+from lightning_mfsdp.checkpoint.state.optimizer import finish_optimizer, optimizer_state, plan_optimizer
 from lightning_mfsdp.engine import sharded_parameters
 from tests.engine.worlds import by_world, check
 from tests.helpers.distributed import run_distributed
@@ -250,13 +250,13 @@ def a_state_that_no_file_can_hold_is_refused_on_all_ranks(rank: int, world: int)
     if rank == 0:
         optimizer.state[divided]["odd"] = torch.zeros(3)
     with pytest.raises(ValueError, match=r"odd of parameter .*: \(3,\) where its rows are"):
-        whole_optimizer_state(optimizer, keep=rank == 0)
+        full_optimizer_state(optimizer, keep=rank == 0)
     optimizer.state.clear()
     whole = next(one for one in held if not one.dim())
     if rank == 1:
         optimizer.state[whole]["odd"] = torch.zeros(3)
     with pytest.raises(ValueError, match=r"odd of parameter .*: on some ranks only"):
-        whole_optimizer_state(optimizer, keep=rank == 0)
+        full_optimizer_state(optimizer, keep=rank == 0)
 
 
 def state_of_rows_in_another_shape_is_refused_by_both_kinds(rank: int, world: int) -> None:
@@ -265,7 +265,7 @@ def state_of_rows_in_another_shape_is_refused_by_both_kinds(rank: int, world: in
     model(batch(0, 2)[0]).sum().backward()
     optimizer.step()
     with pytest.raises(ValueError, match=r"mean_scale of parameter .* where its rows are"):
-        whole_optimizer_state(optimizer, keep=rank == 0)
+        full_optimizer_state(optimizer, keep=rank == 0)
     with pytest.raises(ValueError, match=r'mean_scale: .* made of this rank\'s rows .*sharding="no_shard"'):
         optimizer_state(ParameterIndex(model), optimizer)
 
@@ -289,7 +289,7 @@ class Packed(torch.Tensor):
 def load_optimizer(state: Any, model: nn.Module, optimizer: Any) -> None:
     """Whole state by number."""
     plan = plan_optimizer(locate("a.ckpt"), state, ParameterIndex(model), optimizer, "optimizer_0", Reads(None))
-    restore_planned(plan, optimizer)
+    finish_optimizer(plan, optimizer)
 
 
 def packed_state_is_kept_where_it_is_whole_and_refused_elsewhere(rank: int, world: int) -> None:
@@ -301,7 +301,7 @@ def packed_state_is_kept_where_it_is_whole_and_refused_elsewhere(rank: int, worl
             optimizer.state[one]["packed"] = Packed(torch.full_like(one, value))
         return model, optimizer
 
-    state = whole_optimizer_state(made("no_shard", 3.0)[1], keep=True)
+    state = full_optimizer_state(made("no_shard", 3.0)[1], keep=True)
     model, optimizer = made("no_shard", 0.0)
     load_optimizer(state, model, optimizer)
     assert all(one["packed"].inner.unique().tolist() == [3.0] for one in optimizer.state.values())
@@ -311,14 +311,14 @@ def packed_state_is_kept_where_it_is_whole_and_refused_elsewhere(rank: int, worl
     with pytest.raises(ValueError, match="packed: a Packed"):
         optimizer_state(ParameterIndex(model), optimizer)
     with pytest.raises(ValueError, match=r'packed of parameter .*: a Packed.*sharding="no_shard"'):
-        whole_optimizer_state(optimizer, keep=True)
+        full_optimizer_state(optimizer, keep=True)
     with pytest.raises(RuntimeError, match=r'is a Packed, which cannot be divided; resume with sharding="no_shard"'):
         load_optimizer(state, model, optimizer)
 
 
 def tied_weights_stay_tied(rank: int, world: int) -> None:
     model = fully_shard(build(tied=True))
-    state = whole_model_state(model.state_dict(), keep=rank == 0)
+    state = full_model_state(model.state_dict(), keep=rank == 0)
     assert (not state) if rank else state["head.weight"] is state["embedding.weight"]
 
 

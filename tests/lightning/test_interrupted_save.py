@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_mfsdp.checkpoint import lightning_io
-from lightning_mfsdp.checkpoint.io.opening import locate
+from lightning_mfsdp.checkpoint.io.locate import locate
 from tests.engine.worlds import by_world, check
 from tests.lightning.interrupted_saves import NEW, OLD, PART_NAME, made, save
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from lightning_mfsdp.callbacks import ShardedEMA
-from lightning_mfsdp.checkpoint.state.on_disk import Directory
+from lightning_mfsdp.checkpoint.io.directory import Directory
 from tests.helpers.distributed import run_distributed
 from tests.lightning.load_programs import Base, Converted, Loading, Queued, Side, Teacher, Versioned, adam, fresh, whole
 from tests.lightning.models import DIM, loader, seeded

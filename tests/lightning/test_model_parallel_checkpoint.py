@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_mfsdp import MFSDPStrategy
-from lightning_mfsdp.checkpoint.state.whole import whole_optimizer_state
+from lightning_mfsdp.checkpoint.state.full_state import full_optimizer_state
 from tests.checkpoint.foreign import whole
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import full_state, make_trainer
@@ -68,7 +68,7 @@ def read(rank: int, world: int, folder: str, options: dict[str, Any]) -> dict[st
     more: dict[str, Any] = {"max_steps": STEPS, "limit_train_batches": 0, "limit_val_batches": 0}
     trainer = make_trainer(folder, world, strategy=MFSDPStrategy(**options), **more)
     trainer.fit(model, DataLoader(Texts("whole"), batch_size=2), ckpt_path=f"{folder}/theirs")
-    return {"weights": full_state(model), "optimizer": whole_optimizer_state(trainer.optimizers[0], keep=True)}
+    return {"weights": full_state(model), "optimizer": full_optimizer_state(trainer.optimizers[0], keep=True)}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_mfsdp import MFSDPStrategy, sharded_parameters
 from lightning_mfsdp.callbacks import ShardedEMA
-from lightning_mfsdp.checkpoint.state import sharded_optimizer
+from lightning_mfsdp.checkpoint.state import optimizer as saved_state
 from lightning_mfsdp.fabric import MFSDPFabricStrategy
 from tests.fabric.loops import assert_same, batches, launched, train, whole
 from tests.helpers.distributed import run_distributed
@@ -78,14 +78,14 @@ def restored_state_goes_straight_to_host_memory(rank: int, world: int, folder: s
     """Both kinds of checkpoints make room where state rests, before anything is read into it."""
     strict_warnings()
     asked: list[Any] = []
-    real = sharded_optimizer.empty_at_rest
+    real = saved_state.empty_at_rest
 
     def watch(local: Any, dtype: torch.dtype) -> Any:
         asked.append(local)
         return real(local, dtype)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharded_optimizer, "empty_at_rest", watch)
+        patch.setattr(saved_state, "empty_at_rest", watch)
         path = f"{folder}/sharded-optimizer-None/last.ckpt"
         _, model = fit(rank, world, f"{folder}/again", "optimizer", "sharded", steps=STEPS, ckpt_path=path)
     views = [view for view in sharded_parameters(model) if view.main.numel()]

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_mfsdp import MFSDPStrategy
 from lightning_mfsdp.checkpoint.io.local import LocalLocation
-from lightning_mfsdp.checkpoint.io.opening import locate
+from lightning_mfsdp.checkpoint.io.locate import locate
 from lightning_mfsdp.checkpoint.io.ranks import Ranks
 from lightning_mfsdp.checkpoint.io.remote import RemoteLocation
 from tests.helpers.distributed import run_distributed

@@ -17,8 +17,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning as L
 from lightning_mfsdp.checkpoint.io.local import part_of
+from lightning_mfsdp.checkpoint.io.locate import locate
 from lightning_mfsdp.checkpoint.io.location import beside
-from lightning_mfsdp.checkpoint.io.opening import locate
 from lightning_mfsdp.checkpoint.io.ranks import on_hosts
 from lightning_mfsdp.fabric import MFSDPFabricStrategy
 from tests.helpers.distributed import run_distributed

@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 from lightning_mfsdp import fully_shard, fully_shard_optimizer
 from lightning_mfsdp.checkpoint import lightning_io
-from lightning_mfsdp.checkpoint.io.location import Writer
-from lightning_mfsdp.checkpoint.io.opening import locate
+from lightning_mfsdp.checkpoint.io.locate import locate
 from lightning_mfsdp.checkpoint.io.ranks import Ranks
+from lightning_mfsdp.checkpoint.io.write import Writer
+from lightning_mfsdp.checkpoint.state.full_state import full_model_state, full_optimizer_state
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex
-from lightning_mfsdp.checkpoint.state.whole import whole_model_state, whole_optimizer_state
 from tests.helpers.distributed import run_distributed
 
 WIDTH = 256
@@ -43,8 +43,8 @@ def save(path: Path, kind: str, value: float, **extra: Any) -> None:
     content: lightning_io.FullContent | lightning_io.ShardedContent
     if kind == "full":
         keep = dist.get_rank() == 0
-        states = [whole_optimizer_state(optimizer, keep=keep)]
-        state = whole_model_state(model.state_dict(), keep=keep)
+        states = [full_optimizer_state(optimizer, keep=keep)]
+        state = full_model_state(model.state_dict(), keep=keep)
         content = lightning_io.FullContent(checkpoint={"state_dict": state, "optimizer_states": states, **parts})
     else:
         index = ParameterIndex(model)

@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp import MixedPrecisionPolicy, ShardingError, fully_shard, fully_shard_optimizer, sharded_parameters
 from lightning_mfsdp.checkpoint import lightning_io
-from lightning_mfsdp.checkpoint.io.opening import locate
+from lightning_mfsdp.checkpoint.io.locate import locate
 from lightning_mfsdp.checkpoint.io.ranks import Ranks
+from lightning_mfsdp.checkpoint.state.full_state import full_model_state, full_optimizer_state
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex
-from lightning_mfsdp.checkpoint.state.whole import whole_model_state, whole_optimizer_state
 from lightning_mfsdp.moe import GroupedExperts, expert_parallel
 from lightning_mfsdp.optim import Muon
 from tests.engine.worlds import by_world, check
@@ -352,8 +352,8 @@ def saved_and_gone_on(rank: int, world: int, folder: str) -> dict[str, Tensor]:
     parts = {"state_dict": model.state_dict(), "optimizer_states": [lightning_io.optimizer_state(index, optimizer)]}
     content = lightning_io.ShardedContent.of(index, {**parts, "global_step": 2}, Ranks())
     lightning_io.save(locate(f"{folder}/sharded.ckpt"), content, ranks=Ranks())
-    states = [whole_optimizer_state(optimizer, keep=rank == 0)]
-    whole = {"state_dict": whole_model_state(model.state_dict(), keep=rank == 0), "optimizer_states": states}
+    states = [full_optimizer_state(optimizer, keep=rank == 0)]
+    whole = {"state_dict": full_model_state(model.state_dict(), keep=rank == 0), "optimizer_states": states}
     lightning_io.save(locate(f"{folder}/full.ckpt"), lightning_io.FullContent(checkpoint=whole), ranks=Ranks())
     # As many gradients in the sum as on the ranks that load.
     for step in range(2, 4):

@@ -15,8 +15,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from typing_extensions import override
 
-from lightning_mfsdp.checkpoint.io.location import COPY_AHEAD_BYTES, META_FILE, Location, Reader, Writer, beside
-from lightning_mfsdp.checkpoint.io.unpickling import is_trusted
+from lightning_mfsdp.checkpoint.io.location import META_FILE, Location, beside
+from lightning_mfsdp.checkpoint.io.read import Reader
+from lightning_mfsdp.checkpoint.io.trust import is_trusted
+from lightning_mfsdp.checkpoint.io.write import COPY_AHEAD_BYTES, Writer
 
 __all__ = ["LocalLocation", "exchange", "part_of", "put_in_place", "remove"]
 
@@ -95,7 +97,7 @@ class LocalLocation(Location):
     @override
     def reader(self, metadata: Metadata | None = None, *, trusted: bool = False) -> Reader:
         reader = Reader(self._path)
-        reader.known, reader.trusted = metadata, trusted
+        reader.table, reader.trusted = metadata, trusted
         return reader
 
     @override

@@ -7,32 +7,27 @@
     recover     before a load: finish a commit that was interrupted
 
 Local file systems move a directory in one operation (`local.py`); others, reached through fsspec, cannot (`remote.py`).
+`saving` is the context around a save by all ranks. What a directory holds is read by `directory.py`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import pickle
 import re
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import IO, Any, cast
+from typing import IO, Any
 
-import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
-from typing_extensions import override
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
 
-from lightning_mfsdp.checkpoint.io.progress import bytes_to_write
-from lightning_mfsdp.checkpoint.io.ranks import Ranks, root_of
+from lightning_mfsdp.checkpoint.io.ranks import Ranks, reason_of
+from lightning_mfsdp.checkpoint.io.read import Reader, file_problems
 from lightning_mfsdp.checkpoint.io.shared_folder import (
     NotSharedError,
     View,
@@ -42,43 +37,16 @@ from lightning_mfsdp.checkpoint.io.shared_folder import (
     warn_if_late,
     writers_of,
 )
-from lightning_mfsdp.checkpoint.io.unpickling import (
-    WEIGHTS_ONLY,
-    CheckpointError,
-    RefusedError,
-    not_read,
-    read_table,
-    refused_class,
-)
+from lightning_mfsdp.checkpoint.io.trust import WEIGHTS_ONLY, RefusedError, key_of, refusal, refused_class
 
-__all__ = [
-    "COPY_AHEAD_BYTES",
-    "META_FILE",
-    "MODULE_VERSIONS",
-    "TABLE_OF_CONTENTS",
-    "TIED_WEIGHTS",
-    "Location",
-    "Place",
-    "Reader",
-    "Writer",
-    "beside",
-    "check_files",
-    "file_problems",
-    "look_over",
-    "reason_of",
-    "strange_piece",
-    "where_of",
-]
+__all__ = ["META_FILE", "MODULE_VERSIONS", "TIED_WEIGHTS", "Location", "Place", "beside"]
 
+# What a directory holds besides tensors. Rank 0 writes it last.
 META_FILE = "meta.pt"
-TABLE_OF_CONTENTS = ".metadata"
 # In it, where there are any: further names of tied weights, and the name that each is the same as.
 TIED_WEIGHTS = "tied_weights"
 # In it: by the key of a model, versions of its modules by name, which `load_state_dict` of a newer program may look for.
 MODULE_VERSIONS = "module_versions"
-# How much is copied from a GPU while the previous copy is written.
-COPY_AHEAD_BYTES = 64 * 2**20
-_READ_THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -186,6 +154,17 @@ class Location(ABC):
     def open(self, name: str | None) -> AbstractContextManager[IO[bytes]]:
         """The same file, to read its bytes."""
 
+    # -- by all ranks --------------------------------------------------------------------------------------------------
+
+    def finish_interrupted_save(self, ranks: Ranks) -> None:
+        """Before a load: `recover`, with a warning if there was something to do. All ranks call it."""
+        taken = ranks.first(f"looking for {self}", self.recover)
+        if taken and ranks.rank == 0:
+            warnings.warn(
+                f"{self}: a save was interrupted while it replaced this checkpoint; taking {taken}, which is complete",
+                stacklevel=2,
+            )
+
     @contextmanager
     def saving(self, ranks: Ranks, *, directory: bool) -> Iterator[Place]:
         """Context around a save by all ranks: `begin`, and `commit` if nothing failed.
@@ -207,7 +186,7 @@ class Location(ABC):
                 self.delete(f"{place.path}/{place.token}")
             self.commit(place.path)
 
-        place = self._seen(ranks.first(f"preparing to save {self}", prepare), ranks)
+        place = self._seen_by_all(ranks.first(f"preparing to save {self}", prepare), ranks)
         try:
             yield place
         # Raised on all ranks: the writers ensure that. PyTorch's own error is not an Exception.
@@ -220,8 +199,7 @@ class Location(ABC):
         ranks.first(f"putting {self} in place", finish)
         warn_if_late(self, place.views, ranks)
 
-    def _seen(self, place: Place, ranks: Ranks) -> Place:
-        """With what all ranks see of it."""
+    def _seen_by_all(self, place: Place, ranks: Ranks) -> Place:
         if not place.token:
             return place
         what = f"{self} was not saved, and an earlier one is unchanged"
@@ -245,13 +223,63 @@ class Location(ABC):
             problems = file_problems(self.sizes(place.path), metadata)
             return "; ".join(list(problems.values())[:3])
 
-        found, _ = see_until(look, ranks.sees_within.total_seconds())
-        if found:
+        problem, _ = see_until(look, ranks.sees_within.total_seconds())
+        if problem:
             raise NotSharedError(
-                f"rank 0 does not see in {place.path} what was written by {writers_of(problems, place.views) or 'itself'}: {found}"
+                f"rank 0 does not see in {place.path} what was written by {writers_of(problems, place.views) or 'itself'}: {problem}"
                 f"{' ...' if len(problems) > 3 else ''}. Look at the storage of these nodes, or raise shared_folder_timeout if it shows "
                 "files of others later"
             )
+
+    def check_shared(self, ranks: Ranks) -> None:
+        """Have every rank look for this folder, in which it will write checkpoints. Collective; rank 0 makes the folder.
+
+        Raises:
+            RuntimeError: On all ranks: rank 0 cannot write there.
+            NotSharedError: On all ranks: one does not see it.
+        """
+
+        def prepare() -> tuple[str, str]:
+            path, token = self.make_folder(), token_name()
+            self.write(f"{path}/{token}", b"")
+            return path, token
+
+        path, token = ranks.first(f"preparing the checkpoints' folder {self}", prepare)
+        try:
+            views = see_on_all(path, token, lambda: self.names(path), ranks, what="training did not begin")
+        finally:
+            if ranks.rank == 0:
+                self.delete(f"{path}/{token}")
+        warn_if_late(self, views, ranks)
+
+    # -- by one rank ---------------------------------------------------------------------------------------------------
+
+    def read_file(self, name: str | None, weights_only: bool | None) -> dict[str, Any]:
+        """`load`, with errors that say what is wrong and what to do.
+
+        Raises:
+            RuntimeError: It is damaged.
+            RefusedError: It holds classes that `torch.load` refuses.
+        """
+        file = f"{self}{'' if name is None else '/' + name}"
+        try:
+            return self.load(name, weights_only=weights_only)
+        except pickle.UnpicklingError as error:
+            refused = refused_class(error)
+            with self.open(name) as stream:
+                key = key_of(stream, refused)
+            raise RefusedError(refusal(f"{file}: {key}" if key else file, refused, WEIGHTS_ONLY)) from error
+        except (RuntimeError, EOFError, OSError) as error:
+            raise RuntimeError(
+                f"{file} cannot be read, so nothing was: {error}. It is damaged, or no checkpoint; use another"
+            ) from error
+
+    def no_checkpoint_error(self) -> ValueError:
+        """The error if there is nothing that can be loaded."""
+        return ValueError(
+            f"{str(self)!r}: expected a directory with {META_FILE} in it, as this strategy writes, or a single Lightning checkpoint file; "
+            + ("the directory has no such file" if self.is_directory() else self.missing())
+        )
 
     def foreign_content(self) -> IsADirectoryError:
         """What `begin` raises rather than write over a directory that is no checkpoint."""
@@ -263,216 +291,6 @@ class Location(ABC):
         """Write a whole file, durably."""
         with self.create(path) as file:
             file.write(content)
-
-
-class Writer(FileSystemWriter):
-    """PyTorch's writer, with the operating system's message in errors, and a new file after a number of bytes.
-
-    PyTorch keeps all tensors of a file in host memory until the file is complete.
-    """
-
-    file_bytes = 2**30
-
-    @override
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        batches = _batches(plan.items, self.file_bytes)
-        results: list[WriteResult] = []
-        for number, items in enumerate(batches):
-            prefix = f"{plan.storage_data.prefix}{number}_" if len(batches) > 1 else plan.storage_data.prefix
-            batch = replace(plan, items=items, storage_data=replace(plan.storage_data, prefix=prefix))
-            results += self._write_file(batch, planner)
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
-
-    @override
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        # torch 2.11 writes them into a copy, and what `save` returns names no file then.
-        metadata.storage_data = {one.index: one.storage_data for written in results for one in written}
-        super().finish(metadata, results)
-
-    def _write_file(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        try:
-            return super().write_data(plan, planner).wait()
-        except RuntimeError as error:
-            root = root_of(error)
-            if root is error:
-                raise
-            raise root from error
-
-
-def _batches(items: Sequence[WriteItem], most_bytes: int) -> list[list[WriteItem]]:
-    """Consecutive items of at most so many bytes together, unless a single one has more."""
-    batches: list[list[WriteItem]] = [[]]
-    size = 0
-    for item in items:
-        added = bytes_to_write(item)
-        if batches[-1] and size + added > most_bytes:
-            batches.append([])
-            size = 0
-        batches[-1].append(item)
-        size += added
-    return batches
-
-
-class Reader(FileSystemReader):
-    """PyTorch's reader, with several threads: each reads, unpacks and copies to the device some of the tensors.
-
-    Nothing that it reads runs code unless `trusted`.
-    """
-
-    known: Metadata | None = None
-    trusted = False
-    # The words for `trusted` in messages.
-    trusting = WEIGHTS_ONLY
-
-    @override
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self.known is not None:
-            return self.known
-        rank = kwargs.get("rank")
-        path = self.fs.concat_path(self.path, TABLE_OF_CONTENTS if rank is None else f"__{rank}{TABLE_OF_CONTENTS}")
-        with self.fs.create_stream(path, "rb") as file:
-            metadata = read_table(cast(IO[bytes], file), str(path), trusted=self.trusted, trusting=self.trusting)
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-    @override
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        shares = [replace(plan, items=plan.items[start::_READ_THREADS]) for start in range(_READ_THREADS)]
-        with ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="mfsdp-load") as threads:
-            for started in [threads.submit(self._read_share, share, planner) for share in shares]:
-                started.result()
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def _read_share(self, share: LoadPlan, planner: LoadPlanner) -> None:
-        try:
-            super().read_data(share, planner)
-        except pickle.UnpicklingError as error:
-            for item in share.items:
-                self._check_piece(item.storage_index)
-            raise RefusedError(
-                f"{self.path}: a piece of a tensor holds {refused_class(error)}, which no program writes there; do not use this checkpoint"
-            ) from error
-
-    def _check_piece(self, index: MetadataIndex) -> None:
-        try:
-            with io.BytesIO(self.raw(index)) as file:
-                torch.load(file, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:
-            raise RefusedError(strange_piece(self.path, index, error)) from error
-
-    def raw(self, index: MetadataIndex, metadata: Metadata | None = None) -> bytes:
-        """What one save wrote for a chunk of a tensor or for an object: a whole file of `torch.save`.
-
-        Raises:
-            CheckpointError: It is not there.
-        """
-        item = ((metadata or self.known or self.read_metadata()).storage_data or {}).get(index)
-        if item is None:
-            raise CheckpointError(
-                f"{self.path}: the table of contents names no place for {where_of(index)}; it is damaged. Copy the checkpoint again, or "
-                "use another"
-            )
-        if item.transform_descriptors:
-            raise CheckpointError(
-                f"{self.path}: {where_of(index)} was written through the extensions {list(item.transform_descriptors)}, which cannot be "
-                "undone here; save it without them"
-            )
-        with self.fs.create_stream(self.fs.concat_path(self.path, item.relative_path), "rb") as stream:
-            stream.seek(item.offset)
-            data: bytes = stream.read(item.length)
-        if len(data) != item.length:
-            raise CheckpointError(
-                f"{self.path}: {item.relative_path} ends {item.length - len(data)} bytes too early for {where_of(index)}. Copy it again "
-                "from where it "
-                "was written, or use another checkpoint"
-            )
-        return data
-
-
-def strange_piece(place: object, index: MetadataIndex, error: BaseException) -> str:
-    """The message for an object of another class in place of a tensor."""
-    return (
-        f"{place}: {where_of(index)} is a tensor, and a piece of it holds {refused_class(error)}, which no program writes there; do not "
-        "use "
-        "this checkpoint"
-    )
-
-
-def where_of(index: MetadataIndex) -> str:
-    """The name of what an index refers to, for messages."""
-    return index.fqn if not index.offset else f"{index.fqn} at {tuple(index.offset)}"
-
-
-def reason_of(error: BaseException) -> str:
-    """What happened, on one line; of errors that torch.distributed.checkpoint collected, on which ranks."""
-    if not isinstance(error, CheckpointException):
-        return f"{type(error).__name__}: {error}"
-    failures = list(error.failures.items())
-    return "; ".join(f"rank {rank}: {type(cause[0]).__name__}: {cause[0]}" for rank, cause in failures[:4])
-
-
-def check_files(location: Location, ranks: Ranks, *, trusted: bool = False) -> Metadata:
-    """Check the files of a sharded checkpoint, before anything is read into a model. Collective.
-
-    Args:
-        location: Of the checkpoint.
-        ranks: All of them.
-        trusted: The table of contents may hold any class.
-
-    Returns:
-        The checkpoint's table of contents.
-
-    Raises:
-        RuntimeError: On all ranks, if on any it cannot be read, or files that it names are missing or too short; all of them are listed.
-        RefusedError: On all ranks, if on any it holds classes that were not allowed.
-    """
-    metadata, problem = look_over(location, trusted=trusted)
-    for rank, (found, is_refused) in enumerate(ranks.gather((str(problem), isinstance(problem, RefusedError)))):
-        if is_refused:
-            raise RefusedError(not_read(location, found))
-        if found:
-            raise RuntimeError(
-                f"{location} is incomplete or damaged, so nothing was read: rank {rank} finds that {found}. Use another checkpoint, or "
-                "copy files from where they were written: every node must see all of them"
-            )
-    assert metadata is not None, "no problem was found"
-    return metadata
-
-
-def look_over(location: Location, *, trusted: bool = False) -> tuple[Metadata | None, str | RefusedError]:
-    """The table of contents, and what is wrong with the files; empty if nothing."""
-    try:
-        metadata: Metadata = location.reader(trusted=trusted).read_metadata()
-    except RefusedError as error:
-        return None, error
-    except Exception as error:  # a damaged pickle may raise anything
-        return None, f".metadata cannot be read ({type(error).__name__}: {error})"
-    problems = list(file_problems(location.sizes(), metadata).values())
-    return metadata, "; ".join(problems[:8]) + (f" and {len(problems) - 8} more" if len(problems) > 8 else "")
-
-
-def file_problems(present: Mapping[str, int], metadata: Metadata) -> dict[str, str]:
-    """Files that the table of contents names and that are missing or too short: a sentence for each, by name.
-
-    Args:
-        present: Sizes of the existing files.
-        metadata: The table of contents.
-    """
-    needed: dict[str, int] = {}
-    for item in (metadata.storage_data or {}).values():
-        needed[item.relative_path] = max(needed.get(item.relative_path, 0), item.offset + item.length)
-    problems = {}
-    for name, size in sorted(needed.items()):
-        if name not in present:
-            problems[name] = f"{name} is missing"
-        elif present[name] < size:
-            problems[name] = f"{name} has {present[name]} bytes instead of {size}"
-    return problems
 
 
 def beside(name: str, kind: str) -> str:

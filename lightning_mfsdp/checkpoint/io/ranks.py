@@ -9,11 +9,12 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.kept_groups import kept
 
-__all__ = ["SEEN_WITHIN", "Ranks", "on_all_ranks", "on_hosts", "root_of", "same_on_all"]
+__all__ = ["SEEN_WITHIN", "Ranks", "on_all_ranks", "on_hosts", "reason_of", "root_of", "same_on_all"]
 
 T = TypeVar("T")
 
@@ -26,12 +27,20 @@ _SHOWN = 3  # in messages
 
 def root_of(error: BaseException) -> BaseException:
     """The operating system's message, if that caused an error: torch.save hides a full disk behind a position in its file."""
-    found: BaseException | None = error
-    while found is not None:
-        if isinstance(found, OSError):
-            return found
-        found = found.__cause__ or found.__context__
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError):
+            return cause
+        cause = cause.__cause__ or cause.__context__
     return error
+
+
+def reason_of(error: BaseException) -> str:
+    """What happened, on one line; of errors that torch.distributed.checkpoint collected, on which ranks."""
+    if not isinstance(error, CheckpointException):
+        return f"{type(error).__name__}: {error}"
+    failures = list(error.failures.items())
+    return "; ".join(f"rank {rank}: {type(cause[0]).__name__}: {cause[0]}" for rank, cause in failures[:4])
 
 
 @contextmanager
@@ -60,14 +69,14 @@ def on_hosts(numbers: Sequence[int], hosts: Sequence[str]) -> str:
     by_host: dict[str, list[int]] = {}
     for number in numbers:
         by_host.setdefault(hosts[number], []).append(number)
-    parts = [f"{_numbers(some)} on {host}" for host, some in list(by_host.items())[:_SHOWN]]
+    parts = [f"{_numbered(ranks)} on {host}" for host, ranks in list(by_host.items())[:_SHOWN]]
     left_out = len(by_host) - _SHOWN
     return ", ".join(parts) + (f" and those on {left_out} more nodes" if left_out > 0 else "")
 
 
-def _numbers(some: Sequence[int]) -> str:
-    few = ", ".join(map(str, some[:_SHOWN])) + (", ..." if len(some) > _SHOWN else "")
-    return f"rank{'s' if len(some) > 1 else ''} {few}"
+def _numbered(ranks: Sequence[int]) -> str:
+    numbers = ", ".join(map(str, ranks[:_SHOWN])) + (", ..." if len(ranks) > _SHOWN else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {numbers}"
 
 
 class Ranks:
@@ -123,8 +132,8 @@ class Ranks:
             dist.broadcast_object_list(result, src=0, group=self.group)
         if result[1]:
             raise RuntimeError(f"{doing}: rank 0 failed with {result[1]}") from cause
-        found: T = result[0]
-        return found
+        value: T = result[0]
+        return value
 
 
 def same_on_all(what: str, path: str | None, ranks: Ranks) -> None:
@@ -138,12 +147,12 @@ def same_on_all(what: str, path: str | None, ranks: Ranks) -> None:
     Raises:
         ValueError: On all ranks, if they differ; names ranks, hosts and values.
     """
-    given = ranks.gather((path, socket.gethostname()))
+    paths = ranks.gather((path, socket.gethostname()))
     by_path: dict[str | None, list[int]] = {}
-    for rank, (value, _) in enumerate(given):
+    for rank, (value, _) in enumerate(paths):
         by_path.setdefault(value, []).append(rank)
     if len(by_path) > 1:
-        hosts = [host for _, host in given]
+        hosts = [host for _, host in paths]
         values = "; ".join(f"{value!r} on {on_hosts(some, hosts)}" for value, some in list(by_path.items())[:_SHOWN])
         raise ValueError(
             f"{what} differs between ranks, so nothing was read: {values}. All ranks load the same checkpoint, or none does. A file that "

@@ -22,9 +22,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemWr
 from torch.distributed.checkpoint.metadata import Metadata
 from typing_extensions import override
 
-from lightning_mfsdp.checkpoint.io.location import COPY_AHEAD_BYTES, META_FILE, Location, Reader, Writer, beside
+from lightning_mfsdp.checkpoint.io.location import META_FILE, Location, beside
+from lightning_mfsdp.checkpoint.io.read import Reader
 from lightning_mfsdp.checkpoint.io.shared_folder import TOKEN
-from lightning_mfsdp.checkpoint.io.unpickling import is_trusted
+from lightning_mfsdp.checkpoint.io.trust import is_trusted
+from lightning_mfsdp.checkpoint.io.write import COPY_AHEAD_BYTES, Writer
 
 __all__ = ["RemoteLocation", "names_in"]
 
@@ -76,7 +78,7 @@ class RemoteLocation(Location):
         written = self._path if directory and is_free else self._part
         self._remove(written)
         self._remove(self._earlier_part)
-        self._fs.makedirs(written if directory else self._parent, exist_ok=True)
+        self._fs.makedirs(written if directory else self._path.rpartition("/")[0], exist_ok=True)
         return written
 
     @override
@@ -136,7 +138,7 @@ class RemoteLocation(Location):
     @override
     def reader(self, metadata: Metadata | None = None, *, trusted: bool = False) -> Reader:
         reader = _Reader(self._path, _Files(self._fs))
-        reader.known, reader.trusted = metadata, trusted
+        reader.table, reader.trusted = metadata, trusted
         return reader
 
     @override
@@ -167,14 +169,10 @@ class RemoteLocation(Location):
 
     @override
     def open(self, name: str | None) -> AbstractContextManager[IO[bytes]]:
-        opened: AbstractContextManager[IO[bytes]] = self._fs.open(
+        file: AbstractContextManager[IO[bytes]] = self._fs.open(
             self._path if name is None else f"{self._path}/{name}", "rb"
         )
-        return opened
-
-    @property
-    def _parent(self) -> str:
-        return self._path.rpartition("/")[0]
+        return file
 
     def _exists(self, path: str) -> bool:
         self._fs.invalidate_cache()

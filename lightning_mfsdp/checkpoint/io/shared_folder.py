@@ -15,7 +15,6 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from lightning_mfsdp.checkpoint.io.ranks import Ranks, on_hosts
 
@@ -23,7 +22,6 @@ __all__ = [
     "TOKEN",
     "NotSharedError",
     "View",
-    "check_folder",
     "see_on_all",
     "see_until",
     "token_name",
@@ -35,26 +33,6 @@ TOKEN = ".mfsdp-seen-"
 _NOTABLE_S = 1.0  # a later view is worth a warning
 _LONGEST_PAUSE_S = 1.0
 _WRITER = re.compile(r"__(\d+)_")  # in the name of a file that a rank wrote
-
-
-class Folder(Protocol):
-    """Where checkpoints will be."""
-
-    def make_folder(self) -> str:
-        """Make it, if it is not there. Returns its path."""
-        ...
-
-    def names(self, folder: str) -> list[str]:
-        """What lies there."""
-        ...
-
-    def write(self, path: str, content: bytes) -> None:
-        """Write a file."""
-        ...
-
-    def delete(self, path: str) -> None:
-        """Delete one."""
-        ...
 
 
 class NotSharedError(RuntimeError):
@@ -155,33 +133,11 @@ def warn_if_late(folder: object, views: Sequence[View], ranks: Ranks) -> None:
         )
 
 
-def check_folder(folder: Folder, ranks: Ranks) -> None:
-    """Have every rank look for a folder in which it will write. Collective; rank 0 makes the folder.
-
-    Raises:
-        RuntimeError: On all ranks: rank 0 cannot write there.
-        NotSharedError: On all ranks: one does not see it.
-    """
-
-    def prepare() -> tuple[str, str]:
-        path, token = folder.make_folder(), token_name()
-        folder.write(f"{path}/{token}", b"")
-        return path, token
-
-    path, token = ranks.first(f"preparing the checkpoints' folder {folder}", prepare)
-    try:
-        views = see_on_all(path, token, lambda: folder.names(path), ranks, what="training did not begin")
-    finally:
-        if ranks.rank == 0:
-            folder.delete(f"{path}/{token}")
-    warn_if_late(folder, views, ranks)
-
-
 def writers_of(files: Iterable[str], views: Sequence[View]) -> str:
     """The ranks that have written files of `torch.distributed.checkpoint`, with their hosts."""
-    found = {int(match.group(1)) for name in files if (match := _WRITER.match(name))}
-    return _on(sorted(rank for rank in found if rank < len(views)), views)
+    writers = {int(match.group(1)) for name in files if (match := _WRITER.match(name))}
+    return _on(sorted(rank for rank in writers if rank < len(views)), views)
 
 
-def _on(numbers: Sequence[int], views: Sequence[View]) -> str:
-    return on_hosts(numbers, [view.host for view in views])
+def _on(ranks: Sequence[int], views: Sequence[View]) -> str:
+    return on_hosts(ranks, [view.host for view in views])

@@ -15,14 +15,14 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp.base.progress import Progress, progress_bar
-from lightning_mfsdp.checkpoint.io.location import META_FILE, TIED_WEIGHTS, Location, look_over
-from lightning_mfsdp.checkpoint.io.opening import locate, read, read_rows
+from lightning_mfsdp.checkpoint.io.directory import Directory
+from lightning_mfsdp.checkpoint.io.locate import locate
+from lightning_mfsdp.checkpoint.io.location import META_FILE, TIED_WEIGHTS, Location
 from lightning_mfsdp.checkpoint.io.ranks import on_all_ranks
-from lightning_mfsdp.checkpoint.io.unpickling import RefusedError, is_trusted, not_read
+from lightning_mfsdp.checkpoint.io.trust import RefusedError, not_read
 from lightning_mfsdp.checkpoint.safetensors.files import (
     DTYPE_NAMES,
     FolderWriter,
@@ -30,7 +30,7 @@ from lightning_mfsdp.checkpoint.safetensors.files import (
     plan_files,
 )
 from lightning_mfsdp.checkpoint.state.index import plain_name
-from lightning_mfsdp.checkpoint.state.sharded import paths_of, tied_names
+from lightning_mfsdp.checkpoint.state.state_dict import tied_names
 from lightning_mfsdp.engine import ParameterView
 from lightning_mfsdp.engine.internals import unsharded_of, view_of
 
@@ -81,9 +81,9 @@ def export_checkpoint(
     options = _Options(max_shard_bytes=max_shard_bytes, dtype=dtype, prefix=prefix)
     source = locate(path)
     if source.is_sharded():
-        described, read_one = _sharded_source(source, weights_only)
+        described, read_tensor = _sharded_source(source, weights_only)
     elif source.is_file():
-        described, read_one = _file_source(source, weights_only)
+        described, read_tensor = _file_source(source, weights_only)
     else:
         raise ValueError(
             f"export_checkpoint: {source}: expected a checkpoint of this strategy, a directory with {META_FILE} in it or a single file; "
@@ -97,7 +97,7 @@ def export_checkpoint(
         writer.begin()
         for file in files:
             for tensor in file.tensors:
-                writer.add(read_one(tensor.origin))
+                writer.add(read_tensor(tensor.origin))
         return writer.finish()
 
 
@@ -147,11 +147,11 @@ def export_model(
                 writer.begin()
         for file in files:
             for tensor in file.tensors:
-                whole = _whole(state[tensor.origin])
+                full = _full(state[tensor.origin])
                 with on_all_ranks(doing):
                     if writes:
-                        writer.add(whole)
-                del whole
+                        writer.add(full)
+                del full  # frees its memory before the next one is gathered
         with on_all_ranks(doing):
             if writes:
                 inner = dict(module.named_modules()).get(prefix.removesuffix("."), module)
@@ -219,34 +219,29 @@ class _Options:
 
 
 def _sharded_source(path: Location, weights_only: bool | None) -> tuple[_Described, Callable[[str], Tensor]]:
-    metadata, problem = look_over(path, trusted=is_trusted(weights_only))
+    directory, problem = Directory.look_over(path, weights_only=weights_only)
     if isinstance(problem, RefusedError):
         raise RefusedError(not_read(path, problem)) from problem
-    if problem or metadata is None:
+    if problem or directory is None:
         raise RuntimeError(f"export_checkpoint: {path} is incomplete or damaged: {problem}. Use another checkpoint")
     described: _Described = {}
-    for key, item in paths_of(metadata).items():
-        if item[0] == "model":
-            entry = metadata.state_dict_metadata[key]
-            if len(item) == 2 and isinstance(entry, TensorStorageMetadata):
-                described[str(item[1])] = entry.size, entry.properties.dtype
-            else:
-                described[str(item[1])] = None
-    tied = read(path, META_FILE, weights_only).get(TIED_WEIGHTS, {})
+    flat_names: dict[str, str] = {}
+    for flat_name, (name, *inside) in directory.paths("model").items():
+        entry = directory.entry(flat_name)
+        described[str(name)] = None if inside or entry is None else (entry.size, entry.properties.dtype)
+        flat_names[str(name)] = flat_name
+    tied = path.read_file(META_FILE, weights_only).get(TIED_WEIGHTS, {})
     described.update({name: first for name, first in tied.items() if name in described and first in described})
 
-    def read_one(name: str) -> Tensor:
-        entry = described[name]
-        assert isinstance(entry, tuple), "only tensors are planned"
-        target = torch.empty(entry[0], dtype=entry[1], device="cpu")
-        read_rows(path, metadata, {f"model.{name}": target}, alone=True)
-        return target
+    def read_tensor(name: str) -> Tensor:
+        tensor: Tensor = directory.values([flat_names[name]])[flat_names[name]]
+        return tensor
 
-    return described, read_one
+    return described, read_tensor
 
 
 def _file_source(path: Location, weights_only: bool | None) -> tuple[_Described, Callable[[str], Tensor]]:
-    state = read(path, None, weights_only).get("state_dict")
+    state = path.read_file(None, weights_only).get("state_dict")
     if not isinstance(state, dict):
         raise ValueError(
             f"export_checkpoint: {path} holds no state_dict; expected a checkpoint file that Lightning saved"
@@ -266,7 +261,8 @@ def _view(value: Any) -> ParameterView | None:
     view = view_of(value) if isinstance(value, Tensor) else None
     if view is None:
         return None
-    return view if any(value is one for one in (view.dtensor, view.local, unsharded_of(value))) else None
+    representations = (view.dtensor, view.local, unsharded_of(value))
+    return view if any(value is tensor for tensor in representations) else None
 
 
 def _describe(value: Any) -> tuple[torch.Size, torch.dtype] | None:
@@ -276,7 +272,7 @@ def _describe(value: Any) -> tuple[torch.Size, torch.dtype] | None:
     return (value.shape, value.dtype) if view is None else (view.shape, view.dtype)
 
 
-def _whole(value: Tensor) -> Tensor:
+def _full(value: Tensor) -> Tensor:
     """The whole of a value of a state dict; for a parameter, that of its main weight. Collective."""
     view = _view(value)
     if view is not None:

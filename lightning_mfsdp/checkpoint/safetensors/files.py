@@ -29,10 +29,8 @@ __all__ = [
     "TensorInFile",
     "open_file",
     "plan_files",
-    "stored_tensors",
+    "tensors_in_files",
 ]
-
-# Bytes done and total bytes.
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -253,7 +251,7 @@ def open_file(path: Path) -> Any:
     return safe_open(path, framework="pt", device="cpu")
 
 
-def stored_tensors(source: Path) -> dict[str, TensorInFile]:
+def tensors_in_files(source: Path) -> dict[str, TensorInFile]:
     """What a file, or the files of a folder, hold, by name; only their headers are read.
 
     Raises:
@@ -262,29 +260,29 @@ def stored_tensors(source: Path) -> dict[str, TensorInFile]:
         ImportError: `safetensors` is not installed.
     """
     places = _places(source)
-    stored: dict[str, TensorInFile] = {}
+    tensors: dict[str, TensorInFile] = {}
     for file in dict.fromkeys(places.values()):
-        found = _header(file)
+        in_file = _header(file)
         wanted = [name for name, place in places.items() if place == file and name]
-        lost = [name for name in wanted if name not in found]
+        lost = [name for name in wanted if name not in in_file]
         if lost:
             raise RuntimeError(
                 f"{file} does not hold {', '.join(lost[:4])} (of {len(lost)}), which it should contain according to the index. "
                 "Download or export the files again"
             )
-        stored.update({name: found[name] for name in wanted} if wanted else found)
-    return stored
+        tensors.update({name: in_file[name] for name in wanted} if wanted else in_file)
+    return tensors
 
 
 def _header(file: Path) -> dict[str, TensorInFile]:
     if not file.is_file():
         raise RuntimeError(f"{file} is missing; copy it from where the other files came from, to every node")
-    found = {}
+    tensors = {}
     try:
-        with open_file(file) as opened:
-            for name in opened.keys():  # noqa: SIM118 - it cannot be iterated itself
-                part = opened.get_slice(name)
-                found[name] = TensorInFile(
+        with open_file(file) as mapped:
+            for name in mapped.keys():  # noqa: SIM118 - it cannot be iterated itself
+                part = mapped.get_slice(name)
+                tensors[name] = TensorInFile(
                     file=file, name=name, shape=torch.Size(part.get_shape()), dtype=_DTYPES.get(part.get_dtype())
                 )
     except ImportError:
@@ -294,7 +292,7 @@ def _header(file: Path) -> dict[str, TensorInFile]:
             f"{file} cannot be read as safetensors ({type(error).__name__}: {error}); it is incomplete, damaged or something else. "
             "Download or export it again"
         ) from error
-    return found
+    return tensors
 
 
 def _places(source: Path) -> dict[str, Path]:

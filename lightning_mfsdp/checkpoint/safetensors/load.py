@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from lightning_mfsdp.base.progress import Progress, progress_bar
 from lightning_mfsdp.checkpoint.io.ranks import on_all_ranks
-from lightning_mfsdp.checkpoint.safetensors.files import TensorInFile, open_file, stored_tensors
+from lightning_mfsdp.checkpoint.safetensors.files import TensorInFile, open_file, tensors_in_files
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex, plain_name
-from lightning_mfsdp.checkpoint.state.sharded import check_names, check_restored, tied_names
+from lightning_mfsdp.checkpoint.state.state_dict import check_names, check_restored, tied_names
 from lightning_mfsdp.checkpoint.state.translation import Translation
 from lightning_mfsdp.engine import ShardingError, refresh_weights
 from lightning_mfsdp.engine.internals import Piece
@@ -58,7 +58,7 @@ def load_safetensors(
         RuntimeError: A file is damaged or missing, or names or shapes differ; all of them are listed. Also if another rank met an error.
         ImportError: `safetensors` is not installed.
     """
-    path, translated = Path(source), Translation(rename, ignore)
+    path, translation = Path(source), Translation(rename, ignore)
     index = ParameterIndex(module)
     if not index.all:
         raise ShardingError(
@@ -66,7 +66,7 @@ def load_safetensors(
             "after fully_shard"
         )
     with on_all_ranks(f"load_safetensors: {path}, before anything was written"):
-        copies = _plan(path, index, translated, strict=strict)
+        copies = _plan(path, index, translation, strict=strict)
     with (
         on_all_ranks(f"load_safetensors: {path}, with weights partly written"),
         progress_bar(f"Loading {path}", progress) as shown,
@@ -91,12 +91,12 @@ class _Copy:
     def num_bytes(self) -> int:
         return self.target.numel() * self._itemsize
 
-    def chunks(self, opened: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    def chunks(self, file: Any) -> Iterator[tuple[Tensor, Tensor]]:
         """Parts of the target, and the values to copy there."""
         if not self.stored.shape:
-            yield self.target, opened.get_tensor(self.stored.name).reshape(self.target.shape)
+            yield self.target, file.get_tensor(self.stored.name).reshape(self.target.shape)
             return
-        whole = opened.get_slice(self.stored.name)  # a view of the mapped file
+        whole = file.get_slice(self.stored.name)  # a view of the mapped file
         for box in self.piece.boxes:
             target, first = box.in_rows(self.target), box.offsets[0]
             others = [slice(start, start + size) for start, size in zip(box.offsets[1:], box.sizes[1:], strict=True)]
@@ -107,14 +107,16 @@ class _Copy:
                 yield target[start:stop], whole[place]
 
 
-def _plan(path: Path, index: ParameterIndex, translated: Translation, *, strict: bool) -> list[_Copy]:
+def _plan(path: Path, index: ParameterIndex, translation: Translation, *, strict: bool) -> list[_Copy]:
     """Compare files with the model; changes nothing."""
-    stored = translated.model(path, stored_tensors(path))
+    stored = translation.model(path, tensors_in_files(path))
     state = index.module.state_dict()
     present = {plain_name(name): value for name, value in state.items()}
     tied = {plain_name(name): plain_name(first) for name, first in tied_names(state).items()}
-    given = {tied.get(name, name) for name in stored}
-    expected = {name: value for name, value in present.items() if name in stored or tied.get(name, name) not in given}
+    first_names = {tied.get(name, name) for name in stored}
+    expected = {
+        name: value for name, value in present.items() if name in stored or tied.get(name, name) not in first_names
+    }
     shapes = {name: item.shape for name, item in stored.items()}
     check_names(path, expected, list(stored), shapes, strict=strict, advice=_ADVICE)
     check_restored(path, index, list(stored), strict=strict, advice="pass strict=False")
@@ -126,12 +128,12 @@ def _plan(path: Path, index: ParameterIndex, translated: Translation, *, strict:
             continue
         _check_kind(path, name, item, target)
         everything = Piece(shape=item.shape, rows=range(item.shape[0] if item.shape else 1))
-        made = _Copy(item, target, everything if view is None else view.piece)
-        same = copies.setdefault(tied.get(name, name), made)
-        if same is not made and not _equal(same, made):
+        copy = _Copy(item, target, everything if view is None else view.piece)
+        first = copies.setdefault(tied.get(name, name), copy)
+        if first is not copy and not _equal(first, copy):
             raise RuntimeError(
-                f"{path} holds different values for {same.stored.name} and {item.name}, which are one weight in the model. Build the model "
-                "with untied weights, or leave one of the names out with ignore="
+                f"{path} holds different values for {first.stored.name} and {item.name}, which are one weight in the model. Build the "
+                "model with untied weights, or leave one of the names out with ignore="
             )
     return [copy for copy in copies.values() if copy.target.numel()]
 
@@ -159,10 +161,10 @@ def _read(copies: list[_Copy], progress: Progress | None) -> None:
     by_file: dict[Path, list[_Copy]] = {}
     for copy in copies:
         by_file.setdefault(copy.stored.file, []).append(copy)
-    for file, inside in by_file.items():
-        with open_file(file) as opened, torch.no_grad():
+    for path, inside in by_file.items():
+        with open_file(path) as file, torch.no_grad():
             for copy in inside:
-                for target, values in copy.chunks(opened):
+                for target, values in copy.chunks(file):
                     target.copy_(values)
                 done += copy.num_bytes
                 if progress is not None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_mfsdp.checkpoint.state.piece_shard import PieceShard
+from lightning_mfsdp.checkpoint.state.dcp_shard import DcpShard
 from lightning_mfsdp.engine import ParameterView, sharded_parameters
 from lightning_mfsdp.engine.internals import Piece
 
@@ -72,7 +72,7 @@ class ParameterIndex:
         self.views: dict[str, ParameterView] = {}
         self.others: dict[str, tuple[str, Tensor]] = {}
         self._names: dict[int, str] = {
-            id(one): plain_name(view.name) for view in self.all for one in (view.dtensor, view.local)
+            id(tensor): plain_name(view.name) for view in self.all for tensor in (view.dtensor, view.local)
         }
         self._by_memory = {view.main.data_ptr(): view for view in self.all if view.main.numel()}
         self._meshes = {view.dtensor.device_mesh for view in self.all if isinstance(view.dtensor, DTensor)}
@@ -104,11 +104,11 @@ class ParameterIndex:
             and view.main.shape == local.shape
             and view.dtype == local.dtype
         ):
-            return PieceShard.of(view.main, view.piece)
+            return DcpShard.of(view.main, view.piece)
         if not any(placement.is_shard() for placement in value.placements):
             return value
         # Of a tensor without rows here nothing is written or read, whatever it is.
-        return None if local.numel() else PieceShard.of(local, Piece(shape=value.shape, rows=range(0)))
+        return None if local.numel() else DcpShard.of(local, Piece(shape=value.shape, rows=range(0)))
 
     def name_of(self, parameter: Tensor) -> str:
         """Name of a parameter an optimizer holds.

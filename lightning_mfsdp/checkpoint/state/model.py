@@ -19,31 +19,34 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.progress import Progress
 from lightning_mfsdp.base.stand_in import StandIn
 from lightning_mfsdp.checkpoint.io.location import Location
-from lightning_mfsdp.checkpoint.io.progress import CountingReads
+from lightning_mfsdp.checkpoint.io.read import CountingReads
+from lightning_mfsdp.checkpoint.state.dcp_shard import DcpShard
 from lightning_mfsdp.checkpoint.state.index import FullNames, ParameterIndex, plain_name
-from lightning_mfsdp.checkpoint.state.load_code import LoadCode
 from lightning_mfsdp.checkpoint.state.on_disk import Reads, UnreadObject
-from lightning_mfsdp.checkpoint.state.piece_shard import PieceShard
-from lightning_mfsdp.checkpoint.state.sharded import (
+from lightning_mfsdp.checkpoint.state.state_dict import (
     check_names,
     check_restored,
-    drops_extra_state,
     identity_of,
     module_versions,
-    refresh,
     rows_by_name,
 )
+from lightning_mfsdp.engine import is_sharded, make_replicas_equal
 from lightning_mfsdp.engine.internals import placed_as
 
-__all__ = ["ModelPlan", "finish_model", "known_names", "load_model", "plan_model", "settle"]
+__all__ = ["ModelPlan", "finish_model", "known_names", "load_model", "plan_model"]
 
 _ADVICE = (
     "Load it into the model it was saved from; translate names in on_load_checkpoint or load_state_dict; or, to ignore other names, set "
     "strict_loading=False on the LightningModule (strict=False under Fabric)"
 )
+# These notify the engine, which loading does anyway, or only put names of wrappers into names.
+_OURS = ("lightning_mfsdp.", "torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+# Their code loads what it is given: it neither leaves entries out nor compares them with the values so far.
+_LIBRARIES = ("torch.", "torchmetrics.", "transformer_engine.")
 
 
 @dataclass
@@ -75,7 +78,17 @@ class ModelPlan:
 def known_names(module: nn.Module) -> Callable[[str], bool]:
     """Whether a model has an entry of a name, and what it has is not an extra state that it would not read."""
     present = {plain_name(name): value for name, value in module.state_dict().items()}
-    return lambda name: plain_name(name) in present and not drops_extra_state(plain_name(name), present)
+    return lambda name: plain_name(name) in present and not _drops_extra_state(plain_name(name), present)
+
+
+def _drops_extra_state(name: str, present: Mapping[str, Any]) -> bool:
+    """Whether what a checkpoint holds under a name is a module's extra state, and the module here has none.
+
+    Some checkpoints hold that of Transformer Engine's modules, which only these could use, and only if they trust any code in it.
+    """
+    value = present.get(name)
+    has_some = name in present and not (isinstance(value, Tensor) and not value.numel())
+    return name.rpartition(".")[2] == "_extra_state" and not has_some
 
 
 def plan_model(
@@ -95,13 +108,13 @@ def plan_model(
             shapes count, and a warning says which parameters keep their values.
     """
     module = index.module
-    settle(module)
+    _settle(module)
     code, state = LoadCode.of(module), module.state_dict()
     rows = rows_by_name(state, index, f"loading {path}")
     full_names = FullNames(state)
     present = {plain_name(name): value for name, value in rows.items()}
     saved = {plain_name(name): value for name, value in entries.items()}
-    saved = {name: value for name, value in saved.items() if not drops_extra_state(name, present)}
+    saved = {name: value for name, value in saved.items() if not _drops_extra_state(name, present)}
     shapes = {name: value.shape for name, value in saved.items() if isinstance(value, Tensor)}
     certain = {name: value for name, value in present.items() if not code.sees(name)}
     check_names(path, certain, [name for name in saved if not code.sees(name)], shapes, strict=strict, advice=_ADVICE)
@@ -113,20 +126,20 @@ def plan_model(
         plan.handed._metadata = {  # type: ignore[attr-defined]
             name: versions[plain_name(name)] for name in names if plain_name(name) in versions
         }
-    own = {identity_of(one) for one in (*module.parameters(), *module.buffers())}
+    own = {identity_of(tensor) for tensor in (*module.parameters(), *module.buffers())}
     fills: dict[Any, tuple[Tensor, Tensor]] = {}
     for name, value in ((name, saved[name]) for name in dict.fromkeys((*present, *saved)) if name in saved):
-        target, full = present.get(name), full_names[name]
+        target, full_name = present.get(name), full_names[name]
         if not isinstance(value, Tensor) or not isinstance(target, Tensor) or value.shape != target.size():
             if code.runs or name in present:
-                plan.handed[full] = value
+                plan.handed[full_name] = value
             continue
-        shown = state[full]
+        shown = state[full_name]
         if code.may_change(name):
             shown, target = _apart(shown, target)
-            plan.handed[full] = shown
-        elif code.runs or not (isinstance(target, (PieceShard, DTensor)) or identity_of(shown) in own):
-            plan.handed[full] = shown  # if only because a hook put a copy into the state dict
+            plan.handed[full_name] = shown
+        elif code.runs or not (isinstance(target, (DcpShard, DTensor)) or identity_of(shown) in own):
+            plan.handed[full_name] = shown  # if only because a hook put a copy into the state dict
         fills[identity_of(shown) or name] = target, value  # of a weight's names the last one counts, as in PyTorch
     for target, value in fills.values():
         plan.fill(target, value, reads)
@@ -158,12 +171,15 @@ def finish_model(plan: ModelPlan, module: nn.Module, progress: Progress | None =
         except RuntimeError as error:
             if "loading state_dict" not in str(error):
                 raise
-            found = " ".join(str(error).split())
+            problems = " ".join(str(error).split())
             raise RuntimeError(
-                f"the checkpoint {plan.path} does not fit the model, of which a part may be loaded already: {found[:300]}. {_ADVICE}"
+                f"the checkpoint {plan.path} does not fit the model, of which a part may be loaded already: {problems[:300]}. {_ADVICE}"
             ) from error
-        settle(module)
-    refresh(module)
+        _settle(module)
+    # Main weights were written. Code of the program may have written other values on each rank, such as random numbers; replicas would then
+    # train apart.
+    if any(is_sharded(part) for part in module.modules()):
+        make_replicas_equal(module)
 
 
 def load_model(
@@ -180,7 +196,7 @@ def load_model(
     finish_model(plan, index.module, progress)
 
 
-def settle(module: nn.Module) -> None:
+def _settle(module: nn.Module) -> None:
     """Make ordinary tensors of those that code took out of a checkpoint as they are, as buffers or attributes of modules."""
     for part in module.modules():
         for table in (vars(part), part._buffers):
@@ -191,19 +207,71 @@ def settle(module: nn.Module) -> None:
 
 def _apart(shown: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """The same entry in memory of its own, as `load_state_dict` gets it and as it is filled."""
-    if isinstance(target, PieceShard):
+    if isinstance(target, DcpShard):
         local = torch.empty_like(target.local, requires_grad=False)
         return placed_as(local, shown), target.with_local(local)
-    made = torch.empty_like(shown.detach())
-    return made, made
+    copy = torch.empty_like(shown.detach())
+    return copy, copy
 
 
 def _copy(target: Tensor, value: Tensor) -> None:
     if isinstance(value, StandIn):
         value = value.whole()
-    if isinstance(target, PieceShard):
+    if isinstance(target, DcpShard):
         target.fill_from(value.full_tensor() if isinstance(value, DTensor) else value)
     elif isinstance(value, DTensor) and not isinstance(target, DTensor):
         target.copy_(value.full_tensor())
     else:
         target.copy_(value)
+
+
+@dataclass
+class LoadCode:
+    """Which code of a model takes part when its state dict is loaded: overridden methods and hooks, of any module in it.
+
+    Attributes:
+        runs: Whether there is any.
+        prefixes: Plain names of the modules, with a dot, whose code sees the entries below them before they are loaded.
+        changing: Those among them whose code is the program's own, and may need present values as well.
+    """
+
+    runs: bool = False
+    prefixes: set[str] = field(default_factory=set)
+    changing: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, module: nn.Module) -> LoadCode:
+        """Look through a model."""
+        code = cls()
+        if getattr(module.load_state_dict, "__func__", None) is not nn.Module.load_state_dict:
+            code._add("", module.load_state_dict)
+        for name, part in module.named_modules(remove_duplicate=False):
+            before, after = compat.load_code(part)
+            for function in before:
+                code._add(plain_name(f"{name}." if name else ""), function)
+            own_state = getattr(part.set_extra_state, "__func__", None) is not nn.Module.set_extra_state
+            code.runs |= own_state or any(not _origin(function).startswith(_OURS) for function in after)
+        return code
+
+    def sees(self, name: str) -> bool:
+        """Whether such code sees the entry of a plain name, and may have it loaded in another form."""
+        return name.startswith(tuple(self.prefixes))
+
+    def may_change(self, name: str) -> bool:
+        """Whether the program's own code sees it."""
+        return name.startswith(tuple(self.changing))
+
+    def _add(self, prefix: str, function: Any) -> None:
+        origin = _origin(function)
+        if origin.startswith(_OURS):
+            return
+        self.runs = True
+        self.prefixes.add(prefix)
+        if not origin.startswith(_LIBRARIES):
+            self.changing.add(prefix)
+
+
+def _origin(function: Any) -> str:
+    """The module of a function, a method, a partial or a callable object."""
+    function = getattr(function, "func", function)
+    return str(getattr(function, "__module__", None) or type(function).__module__)

@@ -10,89 +10,21 @@ from __future__ import annotations
 
 import difflib
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NoReturn, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp.base.progress import Progress
 from lightning_mfsdp.base.stand_in import StandIn
-from lightning_mfsdp.checkpoint.io.location import Location
-from lightning_mfsdp.checkpoint.io.opening import read_rows
+from lightning_mfsdp.checkpoint.io.directory import Directory
 from lightning_mfsdp.checkpoint.io.ranks import Ranks
 
-__all__ = ["Directory", "Reads", "StoredOptimizer", "StoredState", "TensorOnDisk", "UnreadObject"]
-
-
-@dataclass(frozen=True, eq=False)
-class Directory:
-    """An opened directory of torch.distributed.checkpoint.
-
-    Attributes:
-        location: Of the directory.
-        metadata: Its table of contents.
-        trusted: Values may be of any class.
-    """
-
-    location: Location
-    metadata: Metadata
-    trusted: bool
-
-    def paths(self, key: str) -> dict[str, tuple[Any, ...]]:
-        """Flat names of everything under `key`, and where each lies there. Tensors of which no rank wrote anything are left out."""
-        written = self.metadata.state_dict_metadata
-        found = (self.metadata.planner_data or {}).items()
-        return {name: path[1:] for name, path in found if path[0] == key and len(path) > 1 and name in written}
-
-    def parts(self) -> list[str]:
-        """What `torch.distributed.checkpoint` was given, by its keys."""
-        written = self.metadata.state_dict_metadata
-        return list(
-            dict.fromkeys(str(path[0]) for name, path in (self.metadata.planner_data or {}).items() if name in written)
-        )
-
-    def tensor(self, name: str) -> TensorOnDisk | None:
-        """The tensor of a flat name; `None` for other objects."""
-        entry = self.metadata.state_dict_metadata[name]
-        return TensorOnDisk.of(self, name, entry) if isinstance(entry, TensorStorageMetadata) else None
-
-    def tensors(self, key: str) -> dict[str, TensorOnDisk]:
-        """Those under `key`, by name."""
-        found = {str(path[0]): self.tensor(name) for name, path in self.paths(key).items() if len(path) == 1}
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
-
-    def values(self, names: Collection[str]) -> dict[str, Any]:
-        """Read objects and whole tensors, on this rank alone.
-
-        Raises:
-            RuntimeError: It is damaged.
-            RefusedError: An object is of a class that was not allowed.
-        """
-        wanted: dict[str, Any] = {}
-        for name in names:
-            entry = self.metadata.state_dict_metadata[name]
-            wanted[name] = None
-            if isinstance(entry, TensorStorageMetadata):
-                wanted[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
-        if wanted:
-            self._read(wanted, alone=True)
-        return wanted
-
-    def rows(self, name: str, target: Tensor) -> None:
-        """Read what a `PieceShard` or `DTensor` describes of a tensor, on this rank alone."""
-        self._read({name: target}, alone=True)
-
-    def read(self, wanted: dict[str, Any], progress: Progress | None) -> None:
-        """Read in place. All ranks call it."""
-        self._read(wanted, progress=progress)
-
-    def _read(self, wanted: dict[str, Any], *, alone: bool = False, progress: Progress | None = None) -> None:
-        read_rows(self.location, self.metadata, wanted, progress, trusted=self.trusted, alone=alone, in_place=not alone)
+__all__ = ["Reads", "StoredOptimizer", "StoredState", "TensorOnDisk", "UnreadObject", "tensors_under"]
 
 
 class TensorOnDisk(StandIn):
@@ -103,11 +35,14 @@ class TensorOnDisk(StandIn):
     _whole: Tensor | None
 
     @classmethod
-    def of(cls, directory: Directory, name: str, entry: TensorStorageMetadata) -> TensorOnDisk:
-        """That of a flat name."""
-        made: TensorOnDisk = cls.shaped(entry.size, entry.properties.dtype)
-        made._directory, made._name, made._whole = directory, name, None
-        return made
+    def of(cls, directory: Directory, name: str) -> TensorOnDisk | None:
+        """That of a flat name; `None` for other objects."""
+        entry = directory.entry(name)
+        if entry is None:
+            return None
+        tensor: TensorOnDisk = cls.shaped(entry.size, entry.properties.dtype)
+        tensor._directory, tensor._name, tensor._whole = directory, name, None
+        return tensor
 
     @property
     def is_read(self) -> bool:
@@ -129,10 +64,18 @@ class TensorOnDisk(StandIn):
             target, source = args[0], args[1]
             if not source.is_read and target.shape == source.shape:
                 # Shards need no more than their rows.
-                made = torch.empty_like(target.detach(), dtype=source.dtype)
-                source._directory.rows(source._name, made)
-                return target.copy_(made, **kwargs or {})
+                rows = torch.empty_like(target.detach(), dtype=source.dtype)
+                source._directory.read_rows(source._name, rows)
+                return target.copy_(rows, **kwargs or {})
         return super().__torch_function__(func, types, args, kwargs)
+
+
+def tensors_under(directory: Directory, key: str) -> dict[str, Tensor]:
+    """The tensors of a directory that lie right under `key`, by name."""
+    tensors = {
+        str(path[0]): TensorOnDisk.of(directory, flat) for flat, path in directory.paths(key).items() if len(path) == 1
+    }
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 @dataclass(frozen=True)
@@ -143,8 +86,11 @@ class UnreadObject:
     paths: dict[str, tuple[Any, ...]]
 
     def read(self) -> Any:
-        """The value."""
-        return _nested(self.paths, self.directory.values(self.paths))
+        """The value, whose leaves have these paths."""
+        holder: dict[Any, Any] = {}
+        for flat, value in self.directory.values(self.paths).items():
+            _place(holder, ("value", *self.paths[flat]), value)
+        return holder["value"]
 
 
 class Reads:
@@ -163,9 +109,9 @@ class Reads:
         return isinstance(value, TensorOnDisk) and not value.is_read and value._directory is self._directory
 
     def add(self, source: TensorOnDisk, target: Tensor) -> None:
-        """Read this tensor, or a `PieceShard` of it."""
+        """Read this tensor, or a `DcpShard` of it."""
         name = source._name
-        free = next((one for one in self._rounds if name not in one), None)
+        free = next((targets for targets in self._rounds if name not in targets), None)
         if free is None:  # the first, or of a tensor that is loaded under several names
             self._rounds.append({name: target})
         else:
@@ -200,16 +146,16 @@ class StoredState(OrderedDict[str, Any]):
         by_name: dict[str, dict[str, tuple[Any, ...]]] = {}
         for flat, path in directory.paths(key).items():
             by_name.setdefault(str(path[0]), {})[flat] = path[1:]
-        made = cls(where=f"{directory.location}: its {key}")
+        state = cls(where=f"{directory.location}: its {key}")
         for name, parts in by_name.items():
             first = next(iter(parts))
-            tensor = directory.tensor(first) if not parts[first] else None
+            tensor = TensorOnDisk.of(directory, first) if not parts[first] else None
             if tensor is not None:
-                made[name] = tensor
+                state[name] = tensor
             else:
                 value = UnreadObject(directory, parts)
-                made[name] = value.read() if known(name) else value
-        return made
+                state[name] = value.read() if known(name) else value
+        return state
 
     def __reduce__(self) -> Any:
         versions = {key: value for key, value in vars(self).items() if key == "_metadata"}
@@ -242,66 +188,57 @@ class StoredOptimizer(MutableMapping[str, Any]):
     def __init__(self, directory: Directory, key: str) -> None:
         self._directory = directory
         self._key = key
-        self._made: dict[str, Any] | None = None
+        self._content: dict[str, Any] | None = None
 
     def __getitem__(self, name: str) -> Any:
-        return self._content[name]
+        return self._read()[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        self._content[name] = value
+        self._read()[name] = value
 
     def __delitem__(self, name: str) -> None:
-        del self._content[name]
+        del self._read()[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._content)
+        return iter(self._read())
 
     def __len__(self) -> int:
-        return len(self._content)
-
-    @property
-    def _content(self) -> dict[str, Any]:
-        if self._made is None:
-            self._made = self._read()
-        return self._made
+        return len(self._read())
 
     def _read(self) -> dict[str, Any]:
         """Small values now, tensors of parameters when they are asked for."""
+        if self._content is not None:
+            return self._content
         directory = self._directory
         paths = directory.paths(self._key)
-        tensors = {flat: directory.tensor(flat) for flat, path in paths.items() if path[0] == "state"}
-        now = directory.values([flat for flat in paths if tensors.get(flat) is None])
-        content: dict[str, Any] = {"state": StoredState(where=f"{directory.location}: the state of {self._key}")}
+        values: dict[str, Any] = {
+            flat: tensor
+            for flat, path in paths.items()
+            if path[0] == "state" and (tensor := TensorOnDisk.of(directory, flat)) is not None
+        }
+        values.update(directory.values([flat for flat in paths if flat not in values]))
+        state = StoredState(where=f"{directory.location}: the state of {self._key}")
         groups: dict[int, dict[str, Any]] = {}
         for flat, path in paths.items():
-            value = now[flat] if flat in now else tensors[flat]
             if path[0] == "param_groups":
-                _place(groups.setdefault(int(path[1]), {}), path[2:], value)
+                _place(groups.setdefault(int(path[1]), {}), path[2:], values[flat])
             elif len(path) > 2:
-                _place(content["state"].setdefault(str(path[1]), {}), path[2:], value)
-        content["param_groups"] = [groups[number] for number in sorted(groups)]
-        return content
-
-
-def _nested(parts: dict[str, tuple[Any, ...]], values: dict[str, Any]) -> Any:
-    """The value whose leaves have these paths."""
-    holder: dict[Any, Any] = {}
-    for flat, path in parts.items():
-        _place(holder, ("value", *path), values[flat])
-    return holder["value"]
+                _place(state.setdefault(str(path[1]), {}), path[2:], values[flat])
+        self._content = {"state": state, "param_groups": [groups[number] for number in sorted(groups)]}
+        return self._content
 
 
 def _place(values: dict[Any, Any], path: Sequence[Any], value: Any) -> None:
     """Put the value of one flat key of a checkpoint back in its place: state may be lists of tensors (LBFGS)."""
     inside: Any = values
     for key, following in pairwise(path):
-        made: Any = [] if isinstance(following, int) else {}
+        empty: Any = [] if isinstance(following, int) else {}
         if isinstance(inside, list):
             inside += [None] * (key + 1 - len(inside))
-            inside[key] = made if inside[key] is None else inside[key]
+            inside[key] = empty if inside[key] is None else inside[key]
             inside = inside[key]
         else:
-            inside = inside.setdefault(key, made)
+            inside = inside.setdefault(key, empty)
     if isinstance(inside, list):
         inside += [None] * (path[-1] + 1 - len(inside))
     inside[path[-1]] = value

@@ -14,18 +14,18 @@ from torch import Tensor
 
 from lightning_mfsdp.base.stand_in import StandIn
 from lightning_mfsdp.checkpoint.io.location import Location
+from lightning_mfsdp.checkpoint.state.dcp_shard import DcpShard
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex, plain_name
 from lightning_mfsdp.checkpoint.state.on_disk import Reads
-from lightning_mfsdp.checkpoint.state.piece_shard import PieceShard
 from lightning_mfsdp.engine.internals import placed_as
 
 __all__ = [
     "PARAMETER_STATES",
     "ParameterState",
     "StatePlan",
-    "piece_shards",
+    "dcp_shards",
+    "full_tensors",
     "plan_state",
-    "whole_rows",
 ]
 
 PARAMETER_STATES = "parameter_states"
@@ -43,16 +43,16 @@ class ParameterState(Protocol):
         ...
 
 
-def piece_shards(index: ParameterIndex, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def dcp_shards(index: ParameterIndex, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What a sharded checkpoint holds of it; shares memory with `rows`."""
-    found: dict[str, Tensor] = {}
+    shards: dict[str, Tensor] = {}
     for name, value in rows.items():
         view = index.views.get(plain_name(name))
-        found[plain_name(name)] = value if view is None else PieceShard.of(value, view.piece)
-    return found
+        shards[plain_name(name)] = value if view is None else DcpShard.of(value, view.piece)
+    return shards
 
 
-def whole_rows(index: ParameterIndex, rows: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
+def full_tensors(index: ParameterIndex, rows: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
     """What a full checkpoint holds of it: whole tensors on the CPU. All ranks call it.
 
     Args:
@@ -60,16 +60,16 @@ def whole_rows(index: ParameterIndex, rows: Mapping[str, Tensor], *, keep: bool)
         rows: Of the same parameters on all ranks, in the same order.
         keep: Whether this rank needs the result; otherwise it is empty.
     """
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, value in rows.items():
         view = index.views.get(plain_name(name))
         if view is not None:
             sharded: Any = placed_as(value.to(view.main.device), view.dtensor)
             value = sharded.full_tensor()
         if keep:
-            found[plain_name(name)] = value.cpu()
+            tensors[plain_name(name)] = value.cpu()
         del value  # frees its memory before the next one is gathered
-    return found
+    return tensors
 
 
 @dataclass(frozen=True)
@@ -103,15 +103,15 @@ def plan_state(
     """
     rows = {}
     shapes = {name: value.shape for name, value in saved.items()}
-    for name, (here, like, view) in _targets(path, key, shapes, index, strict=strict).items():
+    for name, (own_name, like, view) in _targets(path, key, shapes, index, strict=strict).items():
         value = saved[name]
         if reads.takes(value):
             local = torch.empty_like(like, dtype=value.dtype, device="cpu", requires_grad=False)
-            reads.add(value, local if view is None else PieceShard.of(local, view.piece))
+            reads.add(value, local if view is None else DcpShard.of(local, view.piece))
         else:
             whole = value.whole() if isinstance(value, StandIn) else value
             local = (whole if view is None else view.piece.of(whole)).reshape(like.shape)
-        rows[here] = local
+        rows[own_name] = local
     return StatePlan(key, rows)
 
 
@@ -119,22 +119,23 @@ def _targets(
     path: Location, key: str, shapes: Mapping[str, torch.Size], index: ParameterIndex, *, strict: bool
 ) -> dict[str, tuple[str, Tensor, Any]]:
     """For each saved name: the name here, a tensor like the local one, and the view unless the parameter is not sharded."""
-    found: dict[str, tuple[str, Tensor, Any]] = {}
+    targets: dict[str, tuple[str, Tensor, Any]] = {}
     problems = []
     for name, shape in shapes.items():
         view = index.views.get(plain_name(name))
-        here, like = (view.name, view.dtensor) if view is not None else index.others.get(plain_name(name), (name, None))
+        own_name, like = (
+            (view.name, view.dtensor) if view is not None else index.others.get(plain_name(name), (name, None))
+        )
         if like is None:
             problems += [f"missing in the model: {name}"] if strict else []
         elif like.shape != shape:
             problems.append(f"shape of {name}: {tuple(shape)} in the checkpoint, {tuple(like.shape)} in the model")
         else:
-            found[name] = (here, view.main if view is not None else like, view)
+            targets[name] = (own_name, view.main if view is not None else like, view)
     if problems:
         raise RuntimeError(
             f"{path}: {key} fits other parameters than the model has:\n  "
             + "\n  ".join(problems)
-            + "\nLoad it into the "
-            "model it was saved from"
+            + "\nLoad it into the model it was saved from"
         )
-    return found
+    return targets

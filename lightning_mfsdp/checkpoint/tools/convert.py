@@ -19,27 +19,19 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from lightning_mfsdp.base.progress import Progress
 from lightning_mfsdp.checkpoint.io.local import part_of, put_in_place, remove
-from lightning_mfsdp.checkpoint.io.location import META_FILE, MODULE_VERSIONS, TIED_WEIGHTS, Writer, beside
-from lightning_mfsdp.checkpoint.io.opened import (
+from lightning_mfsdp.checkpoint.io.location import META_FILE, MODULE_VERSIONS, TIED_WEIGHTS, beside
+from lightning_mfsdp.checkpoint.io.trust import CheckpointError
+from lightning_mfsdp.checkpoint.io.write import Writer
+from lightning_mfsdp.checkpoint.tools.leaves import (
     LIGHTNING_VERSION,
-    state_dict_of,
-)
-from lightning_mfsdp.checkpoint.io.stored import (
-    CheckpointError,
     StoredTensor,
     is_tensor,
     size_bytes,
+    state_dict_of,
 )
-from lightning_mfsdp.checkpoint.tools.portable import (
-    Portable,
-    Source,
-    read_portable,
-    value_of,
-)
+from lightning_mfsdp.checkpoint.tools.parts import CheckpointParts, Source, read_parts, value_of
 
 __all__ = ["consolidate_checkpoint", "convert_checkpoint"]
-
-"""Called with the bytes done, and the total."""
 
 
 def convert_checkpoint(
@@ -53,13 +45,13 @@ def convert_checkpoint(
     add_prefix: str = "",
     trust: bool = False,
     progress: Progress | None = None,
-) -> Portable:
+) -> CheckpointParts:
     """Write a checkpoint of another program as a directory that `Trainer.fit(ckpt_path=...)` reads with this strategy.
 
     Args:
         path: What to convert.
         output: A free path. It exists once everything was written.
-        source: The program that wrote it; see `read_portable`, also for the next five.
+        source: The program that wrote it; see `read_parts`, also for the next five.
         model_key: Where the model is.
         parameters: Names for numbers.
         strip_prefix: Removed from names.
@@ -75,7 +67,7 @@ def convert_checkpoint(
         FileExistsError: `output` exists already.
     """
     _refuse_taken(output)
-    parts = read_portable(
+    parts = read_parts(
         path,
         source=source,
         model_key=model_key,
@@ -111,13 +103,13 @@ def convert_checkpoint(
 
 def consolidate_checkpoint(
     path: Path, output: Path, *, trust: bool = False, progress: Progress | None = None
-) -> Portable:
+) -> CheckpointParts:
     """Write a sharded directory as one file, as training without sharding would have.
 
     Tensors are assembled in files next to `output`, so the disk needs room for them twice, and memory for the largest chunk.
 
     Args:
-        path: A directory that this strategy wrote, or another that `read_portable` supports.
+        path: A directory that this strategy wrote, or another that `read_parts` supports.
         output: A free path. It exists once everything was written.
         trust: Read Python objects that `torch.load` refuses by default.
         progress: Called after each piece.
@@ -132,17 +124,17 @@ def consolidate_checkpoint(
     _refuse_taken(output)
     if path.is_file():
         raise CheckpointError(f"{path} is a single file already; expected a sharded directory")
-    parts = read_portable(path, trust=trust)
+    parts = read_parts(path, trust=trust)
     output.parent.mkdir(parents=True, exist_ok=True)
     part = part_of(output)
     scratch = Path(tempfile.mkdtemp(prefix=f"{beside(output.name, 'scratch')}-", dir=output.parent))
     try:
         assembly = _Assembly(scratch)
-        whole = {name: assembly.whole(leaf) for name, leaf in parts.model.items() if name not in parts.tied}
-        state = state_dict_of({name: whole[parts.tied.get(name, name)] for name in parts.model}, parts.versions)
+        full = {name: assembly.full(leaf) for name, leaf in parts.model.items() if name not in parts.tied}
+        state = state_dict_of({name: full[parts.tied.get(name, name)] for name in parts.model}, parts.versions)
         checkpoint = {**_completed(parts.rest), "state_dict": state}
         if parts.optimizers:
-            checkpoint["optimizer_states"] = [optimizer.by_number(assembly.whole) for optimizer in parts.optimizers]
+            checkpoint["optimizer_states"] = [optimizer.by_number(assembly.full) for optimizer in parts.optimizers]
         assembly.fill(progress)
         with part.open("wb") as file:  # by a path it would name the archive after it, which cannot begin with a dot
             torch.save(checkpoint, file)
@@ -161,15 +153,15 @@ class _ReadingPlanner(DefaultSavePlanner):
         self._progress, self._done, self._total = progress, 0, total
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        found = self.state_dict[index.fqn]
-        if isinstance(found, StoredTensor):
+        value = self.state_dict[index.fqn]
+        if isinstance(value, StoredTensor):
             assert index.offset is not None, "chunks of tensors have a place"
-            found = found.read(index.offset)
-        if isinstance(found, Tensor):
-            self._done += found.nbytes
+            value = value.read(index.offset)
+        if isinstance(value, Tensor):
+            self._done += value.nbytes
             if self._progress is not None:
                 self._progress(self._done, self._total)
-        return found
+        return value
 
 
 class _SmallFilesWriter(Writer):
@@ -183,7 +175,7 @@ class _Assembly:
         self._folder = folder
         self._tensors: list[tuple[StoredTensor, Tensor]] = []
 
-    def whole(self, leaf: Any) -> Any:
+    def full(self, leaf: Any) -> Any:
         """The tensor, `[*shape]`, to be filled in; other leaves as values."""
         if not isinstance(leaf, StoredTensor):
             return value_of(leaf)
@@ -217,7 +209,7 @@ def _unread(leaf: Any) -> Any:
     return leaf if is_tensor(leaf) else value_of(leaf)
 
 
-def _total_bytes(parts: Portable) -> int:
+def _total_bytes(parts: CheckpointParts) -> int:
     states = (leaf for optimizer in parts.optimizers for own in optimizer.state.values() for leaf in own.values())
     return sum(size_bytes(leaf) for leaf in (*parts.model.values(), *states) if is_tensor(leaf))
 

@@ -12,23 +12,21 @@ from typing import IO
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from lightning_mfsdp.base.progress import Progress
 from lightning_mfsdp.checkpoint.io.local import LocalLocation
-from lightning_mfsdp.checkpoint.io.location import META_FILE, file_problems
-from lightning_mfsdp.checkpoint.io.opened import (
+from lightning_mfsdp.checkpoint.io.location import META_FILE
+from lightning_mfsdp.checkpoint.io.read import file_problems
+from lightning_mfsdp.checkpoint.io.trust import CheckpointError
+from lightning_mfsdp.checkpoint.tools.leaves import (
+    StoredCheckpoint,
+    StoredObject,
+    StoredTensor,
     check_is_file,
     check_table_of_contents,
     flat_name,
     load_file,
     open_checkpoint,
-)
-from lightning_mfsdp.checkpoint.io.stored import (
-    CheckpointError,
-    StoredCheckpoint,
-    StoredObject,
-    StoredTensor,
     size_bytes,
 )
 
@@ -63,11 +61,11 @@ class Verification:
 
     def count(self, name: str, piece: Tensor) -> None:
         """Check the numbers of a piece of tensor `name`."""
-        found = count_nonfinite(piece)
-        if found.nan or found.inf:
+        counts = count_nonfinite(piece)
+        if counts.nan or counts.inf:
             sofar = self.nonfinite.setdefault(name, NonFinite())
-            sofar.nan += found.nan
-            sofar.inf += found.inf
+            sofar.nan += counts.nan
+            sofar.inf += counts.inf
 
 
 def verify(path: Path, *, fast: bool = False, trust: bool = False, progress: Progress | None = None) -> Verification:
@@ -89,21 +87,23 @@ def verify(path: Path, *, fast: bool = False, trust: bool = False, progress: Pro
 
 def _verify_directory(path: Path, fast: bool, trust: bool, progress: Progress | None) -> Verification:
     check_table_of_contents(path)
-    found = Verification()
+    verification = Verification()
     try:
         stored = StoredCheckpoint(path, trust=trust)
     except CheckpointError as error:
-        found.problems.append(str(error))
-        return found
+        verification.problems.append(str(error))
+        return verification
     files = file_problems(LocalLocation(path).sizes(), stored.metadata)
-    found.problems += files.values()
+    verification.problems += files.values()
     for leaf_path, leaf in stored.leaves.items():
         if isinstance(leaf, StoredTensor):
-            found.tensors += 1
+            verification.tensors += 1
             chunks = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in leaf.chunks]
-            found.problems += [f"{flat_name(leaf_path)}: {text}" for text in cover_problems(tuple(leaf.shape), chunks)]
+            verification.problems += [
+                f"{flat_name(leaf_path)}: {text}" for text in cover_problems(tuple(leaf.shape), chunks)
+            ]
     if not (path / META_FILE).is_file():
-        found.problems.append(
+        verification.problems.append(
             f"{META_FILE} is missing, so nothing here loads the directory: the save did not get to its end, or the file was not copied, or "
             "another program wrote the directory (convert makes one of it that loads)"
         )
@@ -111,37 +111,41 @@ def _verify_directory(path: Path, fast: bool, trust: bool, progress: Progress | 
         try:
             _check_file(path / META_FILE, trust, fast)
         except CheckpointError as error:
-            found.problems.append(str(error))
-    _look_at_pieces(stored, files, found, fast, progress)
-    return found
+            verification.problems.append(str(error))
+    _verify_pieces(stored, files, verification, fast, progress)
+    return verification
 
 
-def _look_at_pieces(
-    stored: StoredCheckpoint, files: Mapping[str, str], found: Verification, fast: bool, progress: Progress | None
+def _verify_pieces(
+    stored: StoredCheckpoint,
+    bad_files: Mapping[str, str],
+    verification: Verification,
+    fast: bool,
+    progress: Progress | None,
 ) -> None:
-    """Check where every piece lies, and read it unless `fast`. Pieces in `files`, which have a problem already, are skipped."""
+    """Check where every piece lies, and read it unless `fast` or its file has a problem already."""
     pieces = [
         (leaf_path, leaf, index)
         for leaf_path, leaf in stored.leaves.items()
         for index in (
             [leaf.index]
             if isinstance(leaf, StoredObject)
-            else [leaf.index(chunk) for chunk in leaf.chunks if _numel(chunk)]
+            else [leaf.index(chunk) for chunk in leaf.chunks if math.prod(chunk.sizes)]
         )
     ]
     places = [stored.place(index) for *_, index in pieces]
     total, done = sum(place.length for place in places if place is not None), 0
     for (leaf_path, leaf, index), place in zip(pieces, places, strict=True):
-        if place is None or (not fast and place.relative_path not in files):
+        if place is None or (not fast and place.relative_path not in bad_files):
             try:
                 data = stored.raw(index)
-                found.read_bytes += len(data)
+                verification.read_bytes += len(data)
                 _check_sums(io.BytesIO(data), f"{stored.path}: {flat_name(leaf_path)} in {place.relative_path}")
                 value = stored.value(index, data)
                 if isinstance(leaf, StoredTensor):
-                    found.count(flat_name(leaf_path), leaf.checked(index, value))
+                    verification.count(flat_name(leaf_path), leaf.checked(index, value))
             except CheckpointError as error:
-                found.problems.append(str(error))
+                verification.problems.append(str(error))
         if place is not None and not fast:
             done += place.length
             if progress is not None:
@@ -150,23 +154,23 @@ def _look_at_pieces(
 
 def _verify_file(path: Path, fast: bool, trust: bool, progress: Progress | None) -> Verification:
     check_is_file(path)
-    found = Verification()
+    verification = Verification()
     try:
         _check_file(path, trust, fast)
         leaves = open_checkpoint(path, trust=trust).leaves
     except CheckpointError as error:
-        found.problems.append(str(error))
-        return found
+        verification.problems.append(str(error))
+        return verification
     tensors = {flat_name(leaf_path): leaf for leaf_path, leaf in leaves.items() if isinstance(leaf, Tensor)}
-    found.tensors = len(tensors)
+    verification.tensors = len(tensors)
     total = sum(map(size_bytes, tensors.values()))
     for name, tensor in tensors.items() if not fast else ():
         for piece in rows_in_pieces(tensor):
-            found.count(name, piece)
-            found.read_bytes += piece.nbytes
+            verification.count(name, piece)
+            verification.read_bytes += piece.nbytes
             if progress is not None:
-                progress(found.read_bytes, total)
-    return found
+                progress(verification.read_bytes, total)
+    return verification
 
 
 def _check_file(path: Path, trust: bool, fast: bool) -> None:
@@ -242,7 +246,3 @@ def _overlap(one: Box, other: Box) -> bool:
         start < other_start + other_size and other_start < start + size
         for start, size, other_start, other_size in zip(*one, *other, strict=True)
     )
-
-
-def _numel(chunk: ChunkStorageMetadata) -> int:
-    return math.prod(chunk.sizes)

@@ -1,15 +1,4 @@
-"""Sharded checkpoints: a directory written by torch.distributed.checkpoint, in the layout of Lightning's own sharded strategies.
-
-    model                     {parameter or buffer name: tensor}
-    optimizer_<i>             {"state": {parameter name: {state name: tensor}}, "param_groups": [{..., "params": [names]}]}
-    <key>                     {parameter name: tensor} of other state for parameters, see parameter_state.py
-    meta.pt                   everything else of a Lightning checkpoint, and which weights are tied (rank 0)
-
-Lightning's ModelParallelStrategy writes "state_dict" instead of "model"; both are read.
-
-Names, shapes and values do not depend on the number of ranks, on the mesh or on the sharding strategy, so any mesh can read them. Names are
-compared without what torch.compile and activation checkpointing put into them, so these may be added or removed.
-"""
+"""State dicts of a sharded model: what of them is saved, and whether what a checkpoint holds fits the model."""
 
 from __future__ import annotations
 
@@ -21,38 +10,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp.checkpoint.io.location import Location
 from lightning_mfsdp.checkpoint.io.ranks import Ranks
+from lightning_mfsdp.checkpoint.state.dcp_shard import DcpShard
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex, plain_name
-from lightning_mfsdp.checkpoint.state.piece_shard import PieceShard
-from lightning_mfsdp.engine import is_sharded, make_replicas_equal
 from lightning_mfsdp.engine.internals import view_of
 
 __all__ = [
     "check_names",
     "check_restored",
-    "drops_extra_state",
     "identity_of",
     "module_versions",
     "own_share",
-    "paths_of",
-    "refresh",
     "rows_by_name",
     "tied_names",
 ]
-
-
-def drops_extra_state(name: str, present: Mapping[str, Any]) -> bool:
-    """Whether what a checkpoint holds under a name is a module's extra state, and the module here has none.
-
-    Some checkpoints hold that of Transformer Engine's modules, which only these could use, and only if they trust any code in it.
-    """
-    value = present.get(name)
-    has_some = name in present and not (isinstance(value, Tensor) and not value.numel())
-    return name.rpartition(".")[2] == "_extra_state" and not has_some
 
 
 def rows_by_name(state: Mapping[str, Any], index: ParameterIndex, doing: str) -> dict[str, Any]:
@@ -78,7 +52,7 @@ def rows_by_name(state: Mapping[str, Any], index: ParameterIndex, doing: str) ->
 
 def own_share(rows: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
     """What this rank writes of them: its rows; and rank 0 what is replicated (ignored parameters, statistics of batch norm)."""
-    return {name: value for name, value in rows.items() if ranks.rank == 0 or isinstance(value, (PieceShard, DTensor))}
+    return {name: value for name, value in rows.items() if ranks.rank == 0 or isinstance(value, (DcpShard, DTensor))}
 
 
 def module_versions(state: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -106,15 +80,6 @@ def identity_of(value: Any) -> tuple[Any, ...] | None:
     if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided or not value.numel():
         return None
     return value.data_ptr(), value.shape, value.stride(), value.dtype
-
-
-def refresh(module: nn.Module) -> None:
-    """Note that main weights were written, if any part of `module` is sharded; collective then.
-
-    Code of the program may have written other values on each rank, such as random numbers. Replicas would train apart.
-    """
-    if any(is_sharded(part) for part in module.modules()):
-        make_replicas_equal(module)
 
 
 def check_restored(
@@ -151,12 +116,6 @@ def check_restored(
         warnings.warn(message, stacklevel=2)
 
 
-def paths_of(metadata: Metadata) -> dict[str, tuple[Any, ...]]:
-    """Nested path of every flat key of a checkpoint. PyTorch lists tensors of which no rank wrote anything, too: these are left out."""
-    written = metadata.state_dict_metadata
-    return {key: path for key, path in (metadata.planner_data or {}).items() if key in written}
-
-
 def check_names(
     path: Location | Path,
     present: Mapping[str, Any],
@@ -164,8 +123,7 @@ def check_names(
     shapes: Mapping[str, torch.Size],
     *,
     strict: bool,
-    advice: str = "Load it into the model it was saved from. To ignore missing names, set strict_loading=False on the LightningModule, or "
-    "load with strict=False under Fabric",
+    advice: str,
 ) -> None:
     """Compare names and global shapes of a checkpoint with those of a model.
 
@@ -180,11 +138,11 @@ def check_names(
     Raises:
         RuntimeError: All that does not fit.
     """
-    known = set(saved)
+    saved_names = set(saved)
     problems = []
     for name, value in present.items():
         shape = value.size() if isinstance(value, Tensor) else None
-        if name not in known:
+        if name not in saved_names:
             # An empty tensor has nothing that could be saved.
             if strict and (shape is None or shape.numel()):
                 problems.append(f"missing in the checkpoint: {name}")

@@ -13,6 +13,7 @@ import re
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import PurePath, PurePosixPath, PureWindowsPath
 from typing import IO, Any
 
@@ -26,7 +27,6 @@ __all__ = [
     "RefusedError",
     "is_trusted",
     "key_of",
-    "load_trusting",
     "not_read",
     "read_table",
     "refusal",
@@ -37,23 +37,21 @@ __all__ = [
 _LOADERS = "Trainer.fit, validate, test or predict, Fabric.load, export_checkpoint"
 WEIGHTS_ONLY = f"pass weights_only=False to what loads it ({_LOADERS}), or --trust to a command"
 
-_PIECES = "torch.distributed.checkpoint."
-_OLD = "torch.distributed._shard.sharded_tensor.metadata."
+_METADATA = "torch.distributed.checkpoint.metadata"
+_OLD_METADATA = "torch.distributed._shard.sharded_tensor.metadata"
+_PROPERTIES = f"{_METADATA}.TensorProperties"
 # Of plain data, as the table of contents has it in any version of PyTorch that wrote one.
-_RECORDS = frozenset(
-    (
-        *(
-            f"{_PIECES}metadata.{name}"
-            for name in (
-                *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
-                *("TensorProperties", "TensorStorageMetadata"),
-            )
-        ),
-        f"{_PIECES}filesystem._StorageInfo",
-        f"{_OLD}TensorProperties",
-    )
-)
-_CHOICES = frozenset((f"{_PIECES}metadata._MEM_FORMAT_ENCODING", f"{_OLD}MEM_FORMAT_ENCODING"))
+_RECORDS = {
+    f"{_METADATA}.BytesStorageMetadata",
+    f"{_METADATA}.ChunkStorageMetadata",
+    f"{_METADATA}.Metadata",
+    f"{_METADATA}.MetadataIndex",
+    f"{_METADATA}.StorageMeta",
+    f"{_METADATA}.TensorStorageMetadata",
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+    f"{_OLD_METADATA}.TensorProperties",
+}
+_MEMORY_FORMATS = (f"{_METADATA}._MEM_FORMAT_ENCODING", f"{_OLD_METADATA}.MEM_FORMAT_ENCODING")
 _PLAIN: dict[str, Any] = {
     "builtins.set": set,
     "builtins.frozenset": frozenset,
@@ -64,10 +62,14 @@ _PLAIN: dict[str, Any] = {
 _PATHS: dict[str, type[PurePath]] = {
     f"{module}.{name}": kind
     for module in ("pathlib", "pathlib._local")
-    for name, kind in (
-        *(("Path", PurePath), ("PurePath", PurePath), ("PosixPath", PurePosixPath), ("PurePosixPath", PurePosixPath)),
-        *(("WindowsPath", PureWindowsPath), ("PureWindowsPath", PureWindowsPath)),
-    )
+    for name, kind in {
+        "Path": PurePath,
+        "PurePath": PurePath,
+        "PosixPath": PurePosixPath,
+        "PurePosixPath": PurePosixPath,
+        "WindowsPath": PureWindowsPath,
+        "PureWindowsPath": PureWindowsPath,
+    }.items()
 }
 
 
@@ -112,23 +114,6 @@ def refused_class(error: BaseException) -> str:
     return f"something that torch.load refuses ({(text.splitlines() or [''])[0]})"
 
 
-def load_trusting(file: IO[bytes], what: str, *, trusted: bool) -> Any:
-    """`torch.load` of a value in a checkpoint, on the CPU.
-
-    Args:
-        file: Can be sought in.
-        what: Names it in messages.
-        trusted: Also load classes that were not allowed.
-
-    Raises:
-        RefusedError: It holds such a class.
-    """
-    try:
-        return torch.load(file, map_location="cpu", weights_only=not trusted)
-    except pickle.UnpicklingError as error:
-        raise RefusedError(refusal(what, refused_class(error), WEIGHTS_ONLY)) from error
-
-
 # -- the table of contents ---------------------------------------------------------------------------------------------
 
 
@@ -165,17 +150,12 @@ class _Properties(TensorProperties):
     @override
     def __setstate__(self, state: Any) -> None:
         """Become what this version of PyTorch has, with the fields that it knows."""
-        known = len(TensorProperties().__getstate__())
-        super().__setstate__(tuple(state)[:known])
+        num_fields = len(TensorProperties().__getstate__())
+        super().__setstate__(tuple(state)[:num_fields])
         object.__setattr__(self, "__class__", TensorProperties)  # so that it is written as one again
 
 
-_PROPERTIES = f"{_PIECES}metadata.TensorProperties"
-
-
 class _TrustingUnpickler(pickle.Unpickler):
-    """Accepts anything."""
-
     @override
     def find_class(self, module: str, name: str) -> Any:
         return _Properties if f"{module}.{name}" == _PROPERTIES else super().find_class(module, name)
@@ -195,22 +175,23 @@ class _TableUnpickler(pickle.Unpickler):
             return _maker(_Properties)
         if path in _RECORDS:
             return _maker(super().find_class(module, name))
-        if path in _CHOICES:
+        if path in _MEMORY_FORMATS:
             return _caller(super().find_class(module, name))
         if path in _PLAIN:
             return _PLAIN[path]
         if path in _PATHS:
             return _caller(_PATHS[path])
-        if path == "builtins.getattr":  # of a choice, in some versions of Python
-            return _choice
+        if path == "builtins.getattr":  # of a memory format, in some versions of Python
+            return _memory_format
         if path == "torch.serialization._get_layout":
             return _layout
         value = getattr(torch, name, None) if module == "torch" else None
         if isinstance(value, (torch.dtype, torch.layout)):
             return value
-        allowed = _allowed_by_user()
-        if path in allowed:
-            return allowed[path]
+        for entry in torch.serialization.get_safe_globals():  # what the user has allowed
+            kind, kind_path = entry if isinstance(entry, tuple) else (entry, f"{entry.__module__}.{entry.__qualname__}")
+            if kind_path == path:
+                return kind
         raise RefusedError(refusal(self._what, path, self._trusting))
 
 
@@ -229,13 +210,14 @@ def _maker(kind: type) -> type:
 
 
 def _caller(kind: Callable[..., Any]) -> Callable[..., Any]:
+    """Stands for `kind` in a pickle that calls it: what the pickle would set is set on this function."""
     return lambda *args: kind(*args)
 
 
-def _choice(maker: Any, name: str) -> Any:
-    for module_name in _CHOICES:
-        module, _, choice = module_name.rpartition(".")
-        kind = getattr(__import__(module, fromlist=[choice]), choice, None)
+def _memory_format(_: Any, name: str) -> Any:
+    for path in _MEMORY_FORMATS:
+        module, _, kind_name = path.rpartition(".")
+        kind = getattr(import_module(module), kind_name, None)
         if kind is not None and name in kind.__members__:
             return kind[name]
     raise ValueError(f"a table of contents holds the unknown memory format {name!r}; do not use this checkpoint")
@@ -246,14 +228,6 @@ def _layout(name: str) -> Any:
     if not isinstance(value, torch.layout):
         raise ValueError(f"a table of contents holds the unknown layout {name!r}; do not use this checkpoint")
     return value
-
-
-def _allowed_by_user() -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for entry in torch.serialization.get_safe_globals():
-        value, path = entry if isinstance(entry, tuple) else (entry, f"{entry.__module__}.{entry.__qualname__}")
-        found[path] = value
-    return found
 
 
 # -- where in a file a class is ----------------------------------------------------------------------------------------
@@ -271,7 +245,7 @@ def key_of(file: IO[bytes], name: str) -> str:
                 outline = _OutlineUnpickler(pickled).load()
     except Exception:  # the file was refused already, and this only adds a detail to the message
         return ""
-    return next((".".join(path) for path, found in _walk(outline, (), set()) if found == name), "")
+    return next((".".join(keys) for keys, path in _walk(outline, (), set()) if path == name), "")
 
 
 class _Named:
@@ -281,9 +255,9 @@ class _Named:
     parts: list[Any]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> _Named:
-        made = super().__new__(cls)
-        made.parts = [args, kwargs]
-        return made
+        stand_in = super().__new__(cls)
+        stand_in.parts = [args, kwargs]
+        return stand_in
 
     def __setstate__(self, state: Any) -> None:
         self.parts.append(state)
@@ -311,20 +285,20 @@ class _OutlineUnpickler(pickle.Unpickler):
         return None
 
 
-def _walk(value: Any, path: tuple[str, ...], seen: set[int]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Classes in an outline with the keys that lead to them."""
+def _walk(value: Any, keys: tuple[str, ...], seen: set[int]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """The keys that lead to each class in an outline, and the class."""
     if id(value) in seen:
         return
     seen.add(id(value))
     if isinstance(value, type) and issubclass(value, _Named):
-        yield path, value.path
+        yield keys, value.path
     elif isinstance(value, _Named):
-        yield path, value.path
-        yield from _walk(value.parts, path, seen)
+        yield keys, value.path
+        yield from _walk(value.parts, keys, seen)
     elif isinstance(value, dict):
         for key, part in value.items():
-            yield from _walk(key, path, seen)
-            yield from _walk(part, (*path, str(key)), seen)
+            yield from _walk(key, keys, seen)
+            yield from _walk(part, (*keys, str(key)), seen)
     elif isinstance(value, (list, tuple, set, frozenset)):
         for part in value:
-            yield from _walk(part, path, seen)
+            yield from _walk(part, keys, seen)

@@ -1,4 +1,4 @@
-"""PieceShard: what a rank holds of a larger tensor, in the form that torch.distributed.checkpoint accepts."""
+"""DcpShard: what a rank holds of a larger tensor, in the form that torch.distributed.checkpoint (DCP) accepts."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from lightning_mfsdp.engine.internals import Piece, chunk_memory, chunks_to_read, items_to_write
 
-__all__ = ["PieceShard"]
+__all__ = ["DcpShard"]
 
 
-class PieceShard(Tensor):
+class DcpShard(Tensor):
     """What `piece` describes of a whole tensor, sharing memory with `local`: `[len(piece.rows), *piece.part_shape[1:]]`.
 
     Written and read in place by `torch.distributed.checkpoint` on any number of ranks. A rank without rows writes and reads nothing.
@@ -23,21 +23,21 @@ class PieceShard(Tensor):
     _piece: Piece
 
     @classmethod
-    def of(cls, local: Tensor, piece: Piece) -> PieceShard:
+    def of(cls, local: Tensor, piece: Piece) -> DcpShard:
         """Describe `local` as this piece of a tensor."""
         plain = local.detach()
-        made = plain.as_subclass(cls)
-        made._local, made._piece = plain, piece
-        return made
+        shard = plain.as_subclass(cls)
+        shard._local, shard._piece = plain, piece
+        return shard
 
     @property
     def local(self) -> Tensor:
         """The rows, as a plain tensor."""
         return self._local
 
-    def with_local(self, local: Tensor) -> PieceShard:
+    def with_local(self, local: Tensor) -> DcpShard:
         """The same piece, kept in other memory."""
-        return PieceShard.of(local, self._piece)
+        return DcpShard.of(local, self._piece)
 
     def fill_from(self, whole: Tensor) -> None:
         """Copy the rows out of a whole tensor."""

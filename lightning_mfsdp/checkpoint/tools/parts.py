@@ -1,4 +1,4 @@
-"""One form for checkpoints of many programs: the model by name, optimizer states by parameter name, and what Lightning saves besides them.
+"""The parts of a checkpoint of any program: the model by name, optimizer states by parameter name, and what Lightning saves besides them.
 
     model                 the tensors with a common parent: under "model", "state_dict", or anything else that holds tensors
     optimizers            whatever has "param_groups"; its state by parameter name, by number, or in flat keys "state.<name>.<key>"
@@ -10,28 +10,26 @@ Only small values are read; tensors stay on disk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+from torch import Tensor
 
-from lightning_mfsdp.checkpoint.io.opened import (
-    flat_name,
-    open_checkpoint,
-)
-from lightning_mfsdp.checkpoint.io.stored import (
-    CheckpointError,
+from lightning_mfsdp.checkpoint.io.trust import CheckpointError
+from lightning_mfsdp.checkpoint.tools.leaves import (
     Leaves,
     NestedPath,
     StoredObject,
     StoredTensor,
+    flat_name,
     is_tensor,
+    open_checkpoint,
 )
-from lightning_mfsdp.checkpoint.state.numbering import names_of_numbers
 
-__all__ = ["Portable", "PortableOptimizer", "Source", "read_portable", "sort_out", "value_of"]
+__all__ = ["CheckpointParts", "OptimizerPart", "Source", "find_parts", "names_of_numbers", "read_parts", "value_of"]
 
 Source = Literal["auto", "fsdp1", "fsdp2", "megatron-fsdp", "full"]
 
@@ -40,12 +38,12 @@ _WRAPPER = "module."
 
 
 @dataclass(frozen=True, kw_only=True)
-class PortableOptimizer:
+class OptimizerPart:
     """State of one optimizer.
 
     Attributes:
         where: Its name in the checkpoint.
-        state: By parameter (a name, or a number as a string until `named`), then by name of the state.
+        state: By parameter (a name, or a number as a string until `_named`), then by name of the state.
         groups: Options, and the parameters under "params".
     """
 
@@ -78,7 +76,7 @@ class PortableOptimizer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Portable:
+class CheckpointParts:
     """A checkpoint in parts. Tensors may be `StoredTensor`.
 
     Attributes:
@@ -92,7 +90,7 @@ class Portable:
     """
 
     model: dict[str, Any]
-    optimizers: list[PortableOptimizer]
+    optimizers: list[OptimizerPart]
     rest: dict[str, Any] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     versions: dict[str, Any] | None = None
@@ -100,7 +98,7 @@ class Portable:
     notes: list[str] = field(default_factory=list)
 
 
-def read_portable(
+def read_parts(
     path: Path,
     *,
     source: Source = "auto",
@@ -109,7 +107,7 @@ def read_portable(
     strip_prefix: str = "",
     add_prefix: str = "",
     trust: bool = False,
-) -> Portable:
+) -> CheckpointParts:
     """Take a checkpoint apart; reads small values only.
 
     Args:
@@ -127,7 +125,7 @@ def read_portable(
     """
     _check_source(path, source)
     opened = open_checkpoint(path, trust=trust)
-    parts = sort_out(path, opened.leaves, model_key)
+    parts = find_parts(path, opened.leaves, model_key)
     wrapped = all(name.startswith(_WRAPPER) for name in parts.model)
     if source == "megatron-fsdp" or (
         source == "auto" and wrapped and any(optimizer.numbered for optimizer in parts.optimizers)
@@ -153,7 +151,7 @@ def read_portable(
     )
 
 
-def sort_out(path: Path, leaves: Leaves, model_key: str | None = None) -> Portable:
+def find_parts(path: Path, leaves: Leaves, model_key: str | None = None) -> CheckpointParts:
     """Find model and optimizers among leaves; names are unchanged.
 
     Raises:
@@ -177,7 +175,7 @@ def sort_out(path: Path, leaves: Leaves, model_key: str | None = None) -> Portab
     }
     optimizers = [_optimizer(path, parent, inside) for parent, inside in sorted(parents.items(), key=_by_number)]
     left_out = [flat_name(leaf_path) for leaf_path in others if leaf_path[:-1] != where or leaf_path[-1] not in model]
-    return Portable(model=model, optimizers=optimizers, left_out=left_out)
+    return CheckpointParts(model=model, optimizers=optimizers, left_out=left_out)
 
 
 def value_of(leaf: Any) -> Any:
@@ -196,9 +194,9 @@ def _check_source(path: Path, source: Source) -> None:
     if source not in get_args(Source):
         raise CheckpointError(f"source: expected one of {', '.join(get_args(Source))}, got {source!r}")
     if source != "auto" and path.exists() and path.is_file() != (source == "full"):
-        found = "file" if path.is_file() else "directory"
+        got = "file" if path.is_file() else "directory"
         expected = "file" if source == "full" else "directory"
-        raise CheckpointError(f"{path} is a {found}, and checkpoints of {source} are a {expected}; leave --from out")
+        raise CheckpointError(f"{path} is a {got}, and checkpoints of {source} are a {expected}; leave --from out")
 
 
 def _in_optimizer(path: NestedPath, parent: NestedPath) -> bool:
@@ -216,23 +214,23 @@ def _by_number(item: tuple[NestedPath, Leaves]) -> int:
 
 
 def _model_path(path: Path, leaves: Leaves, model_key: str | None) -> NestedPath:
-    found = list(dict.fromkeys(leaf_path[:-1] for leaf_path, leaf in leaves.items() if is_tensor(leaf)))
+    parents = list(dict.fromkeys(leaf_path[:-1] for leaf_path, leaf in leaves.items() if is_tensor(leaf)))
     if model_key is not None:
-        chosen = [parent for parent in found if flat_name(parent) == model_key]
-    elif len(found) == 1:
-        chosen = found
+        chosen = [parent for parent in parents if flat_name(parent) == model_key]
+    elif len(parents) == 1:
+        chosen = parents
     else:
-        chosen = [parent for parent in found if parent and parent[-1] in _MODEL_KEYS]
+        chosen = [parent for parent in parents if parent and parent[-1] in _MODEL_KEYS]
     if len(chosen) == 1:
         return chosen[0]
-    listed = ", ".join(repr(flat_name(parent)) for parent in found[:8]) or "nowhere"
+    listed = ", ".join(repr(flat_name(parent)) for parent in parents[:8]) or "nowhere"
     raise CheckpointError(
-        f"{path}: it is unclear where the model is; tensors outside of optimizers lie under {listed} (of {len(found)}). Choose one with "
+        f"{path}: it is unclear where the model is; tensors outside of optimizers lie under {listed} (of {len(parents)}). Choose one with "
         "--model KEY (model_key)"
     )
 
 
-def _optimizer(path: Path, parent: NestedPath, leaves: Leaves) -> PortableOptimizer:
+def _optimizer(path: Path, parent: NestedPath, leaves: Leaves) -> OptimizerPart:
     state: dict[str, dict[str, Any]] = {}
     groups: dict[int, dict[str, Any]] = {}
     flat: dict[str, dict[str, Any]] = {}
@@ -253,7 +251,7 @@ def _optimizer(path: Path, parent: NestedPath, leaves: Leaves) -> PortableOptimi
             )
     if flat:
         groups = dict(enumerate(_groups_of_flat(flat)))
-    return PortableOptimizer(
+    return OptimizerPart(
         where=flat_name(parent) or "the optimizer", state=state, groups=[groups[number] for number in sorted(groups)]
     )
 
@@ -263,7 +261,7 @@ def _groups_of_flat(flat: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     groups: list[dict[str, Any]] = []
     for name, leaves in flat.items():
         options = {key: value_of(leaf) for key, leaf in leaves.items()}
-        group = next((known for known in groups if {**known, "params": []} == {**options, "params": []}), None)
+        group = next((group for group in groups if {**group, "params": []} == {**options, "params": []}), None)
         if group is None:
             groups.append({**options, "params": [name]})
         else:
@@ -271,7 +269,7 @@ def _groups_of_flat(flat: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     return groups
 
 
-def _renamed(path: Path, parts: Portable, strip: str, add: str) -> Portable:
+def _renamed(path: Path, parts: CheckpointParts, strip: str, add: str) -> CheckpointParts:
     """Replace the prefix of every name."""
     strange = [name for name in parts.model if not name.startswith(strip)]
     if strange:
@@ -294,7 +292,9 @@ def _renamed(path: Path, parts: Portable, strip: str, add: str) -> Portable:
     return replace(parts, model={new(name): leaf for name, leaf in parts.model.items()}, optimizers=optimizers)
 
 
-def _named(path: Path, parts: Portable, parameters: Sequence[str] | None) -> tuple[list[PortableOptimizer], list[str]]:
+def _named(
+    path: Path, parts: CheckpointParts, parameters: Sequence[str] | None
+) -> tuple[list[OptimizerPart], list[str]]:
     """Optimizers by parameter name, and where the names came from."""
     numbered = [optimizer for optimizer in parts.optimizers if optimizer.numbered]
     if parameters is not None:
@@ -316,7 +316,7 @@ def _named(path: Path, parts: Portable, parameters: Sequence[str] | None) -> tup
     return named, notes
 
 
-def _by_name(optimizer: PortableOptimizer, names: dict[int, str]) -> PortableOptimizer:
+def _by_name(optimizer: OptimizerPart, names: dict[int, str]) -> OptimizerPart:
     groups = [
         {key: value for key, value in group.items() if key != "param_names"}
         | {"params": [names[number] for number in group["params"]]}
@@ -324,3 +324,112 @@ def _by_name(optimizer: PortableOptimizer, names: dict[int, str]) -> PortableOpt
     ]
     state = {names[int(number)]: values for number, values in optimizer.state.items()}
     return replace(optimizer, state=state, groups=groups)
+
+
+# -- parameters by number ----------------------------------------------------------------------------------------------
+
+
+def names_of_numbers(
+    path: Path,
+    where: str,
+    state: Mapping[str, Mapping[str, Any]],
+    groups: Sequence[Mapping[str, Any]],
+    model: Mapping[str, Any],
+    given: Sequence[str] | None,
+) -> tuple[dict[int, str], str]:
+    """Names by number, and a sentence about where they come from.
+
+    Args:
+        path: For messages.
+        where: Name of the optimizer, for messages.
+        state: By number, as a string.
+        groups: With numbers under "params".
+        model: Tensors by name, in the order of the model.
+        given: Names in the order of the numbers, from the caller.
+
+    Raises:
+        CheckpointError: Names cannot be determined, or do not fit shapes.
+    """
+    numbers = [number for group in groups for number in group["params"]]
+    shapes = [_shape(state.get(str(number), {})) for number in numbers]
+    if given is None and all("param_names" in group for group in groups):
+        given = [name for group in groups for name in group["param_names"]]
+    if given is not None:
+        _check_given(path, where, given, shapes, model)
+        return dict(zip(numbers, given, strict=True)), f"{where}: names given for its {len(numbers)} parameters"
+    candidates = _candidates(model)
+    first = _match(shapes, candidates)
+    last = [len(candidates) - 1 - place for place in reversed(_match(shapes[::-1], candidates[::-1]) or [])]
+    if len(groups) > 1 or first is None or first != last:
+        problem = (
+            f"its {len(groups)} groups come in an order of their own"
+            if len(groups) > 1
+            else "their shapes do not follow the order of the model"
+            if first is None
+            else "their shapes fit the model in more than one way"
+        )
+        raise CheckpointError(
+            f"{path}: {where} numbers its {len(numbers)} parameters, and {problem}, so their names are unknown. Give them in the "
+            "optimizer's order with --parameters FILE (parameters)"
+        )
+    return (
+        {number: candidates[place][0] for number, place in zip(numbers, first, strict=True)},
+        f"{where}: its {len(numbers)} parameters go by number; they were taken in the order of the model, which their shapes follow",
+    )
+
+
+def _shape(state: Mapping[str, Any]) -> torch.Size | None:
+    """Shape of the parameter, as far as its state shows it: averages are shaped like it, step counts are single numbers."""
+    shapes = [leaf.shape for leaf in state.values() if is_tensor(leaf)]
+    return max(shapes, key=lambda shape: (len(shape), shape.numel())) if shapes else None
+
+
+def _candidates(model: Mapping[str, Any]) -> list[tuple[str, torch.Size]]:
+    """Tensors of the model, tied ones once if that is visible."""
+    candidates: list[tuple[str, torch.Size]] = []
+    seen: set[tuple[int, torch.Size]] = set()
+    for name, leaf in model.items():
+        if not is_tensor(leaf):
+            continue
+        if isinstance(leaf, Tensor) and leaf.numel():
+            place = (leaf.data_ptr(), leaf.shape)
+            if place in seen:
+                continue
+            seen.add(place)
+        candidates.append((name, leaf.shape))
+    return candidates
+
+
+def _match(shapes: Sequence[torch.Size | None], candidates: Sequence[tuple[str, torch.Size]]) -> list[int] | None:
+    """The earliest places of candidates with these shapes, in order; `None` if there are not enough."""
+    places: list[int] = []
+    place = 0
+    for shape in shapes:
+        while place < len(candidates) and shape is not None and candidates[place][1] != shape:
+            place += 1
+        if place == len(candidates):
+            return None
+        places.append(place)
+        place += 1
+    return places
+
+
+def _check_given(
+    path: Path,
+    where: str,
+    given: Sequence[str],
+    shapes: Sequence[torch.Size | None],
+    model: Mapping[str, Any],
+) -> None:
+    problems = []
+    for name, shape in zip(given, shapes, strict=True):
+        leaf = model.get(name)
+        if not is_tensor(leaf):
+            problems.append(f"{name} is not in the model")
+        elif shape is not None and leaf.shape != shape:
+            problems.append(f"{name} is {tuple(leaf.shape)} in the model and {tuple(shape)} in the optimizer")
+    if problems:
+        raise CheckpointError(
+            f"{path}: names of the parameters of {where} do not fit: {'; '.join(problems[:8])} (of {len(problems)}). List them in the "
+            "order of the optimizer's groups"
+        )

@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_mfsdp.checkpoint.io.opened import load_file, state_dict_of
-from lightning_mfsdp.checkpoint.io.stored import CheckpointError
-from lightning_mfsdp.checkpoint.io.unpickling import is_trusted
+from lightning_mfsdp.checkpoint.io.trust import CheckpointError, is_trusted
 from lightning_mfsdp.checkpoint.state.translation import Translation
-from lightning_mfsdp.checkpoint.tools.portable import read_portable, value_of
+from lightning_mfsdp.checkpoint.tools.leaves import load_file, state_dict_of
+from lightning_mfsdp.checkpoint.tools.parts import read_parts, value_of
 
 __all__ = ["load_checkpoint"]
 
@@ -40,19 +39,19 @@ def load_checkpoint(
         CheckpointError: There is no checkpoint, it is damaged, or it holds a class that was not allowed.
         ValueError: `rename` gives two tensors one name, or a pattern of `ignore` fits none.
     """
-    place, trust, translated = Path(path), is_trusted(weights_only), Translation(rename, ignore)
+    place, trust, translation = Path(path), is_trusted(weights_only), Translation(rename, ignore)
     if not place.is_dir():
-        found: Any = load_file(place, trust=trust)
-        if not isinstance(found, dict):
-            raise CheckpointError(f"{place}: expected what Lightning saves, got {type(found).__name__}")
-        if translated and "state_dict" in found:
-            found["state_dict"] = translated.model(place, found["state_dict"])
-        return found if optimizers else {key: value for key, value in found.items() if key != "optimizer_states"}
-    parts = read_portable(place, trust=trust)
-    first = {name: parts.tied.get(name, name) for name in parts.model}
-    names = translated.model(place, first)
-    whole = {name: value_of(parts.model[name]) for name in dict.fromkeys(names.values())}
-    model = {new: whole[name] for new, name in names.items()}
+        content: Any = load_file(place, trust=trust)
+        if not isinstance(content, dict):
+            raise CheckpointError(f"{place}: expected what Lightning saves, got {type(content).__name__}")
+        if translation and "state_dict" in content:
+            content["state_dict"] = translation.model(place, content["state_dict"])
+        return content if optimizers else {key: value for key, value in content.items() if key != "optimizer_states"}
+    parts = read_parts(place, trust=trust)
+    first_names = {name: parts.tied.get(name, name) for name in parts.model}
+    names = translation.model(place, first_names)
+    tensors = {name: value_of(parts.model[name]) for name in dict.fromkeys(names.values())}
+    model = {new: tensors[name] for new, name in names.items()}
     checkpoint = {**parts.rest, "state_dict": state_dict_of(model, parts.versions)}
     if optimizers and parts.optimizers:
         checkpoint["optimizer_states"] = [optimizer.by_number(value_of) for optimizer in parts.optimizers]

@@ -1,4 +1,4 @@
-"""Optimizer states of sharded checkpoints, by parameter name."""
+"""Optimizer states in sharded checkpoints, by parameter name: what is saved of them, and loading them."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ from torch.optim import Optimizer
 from lightning_mfsdp.base.containers import map_tensors
 from lightning_mfsdp.base.stand_in import StandIn
 from lightning_mfsdp.checkpoint.io.location import Location
+from lightning_mfsdp.checkpoint.state.dcp_shard import DcpShard
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex, plain_name
 from lightning_mfsdp.checkpoint.state.on_disk import Reads
-from lightning_mfsdp.checkpoint.state.piece_shard import PieceShard
 from lightning_mfsdp.engine import ParameterView
 from lightning_mfsdp.engine.internals import empty_at_rest, prepare_state, put_to_rest, steps_rows, view_of
 
 __all__ = [
     "OptimizerPlan",
     "check_optimizer",
+    "finish_optimizer",
     "is_divided",
     "is_packed",
     "optimizer_state",
     "plan_optimizer",
-    "restore_optimizer",
-    "restore_planned",
 ]
 
 
@@ -112,23 +111,27 @@ def plan_optimizer(
     """
     names = check_optimizer(path, saved, index, optimizer, key)
     state: dict[str, dict[str, Any]] = {}
-    for mark, values in saved["state"].items():
-        if mark in names:
+    for number_or_name, values in saved["state"].items():
+        if number_or_name in names:
+            name = names[number_or_name]
             # Also if this rank has no rows: its gradient there is empty, and is stepped.
-            into = partial(_target, view=index.views.get(names[mark]), reads=reads)
-            state[names[mark]] = {part: map_tensors(into, value) for part, value in values.items()}
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in saved["param_groups"]]
+            into = partial(_target, view=index.views.get(name), reads=reads)
+            state[name] = {part: map_tensors(into, value) for part, value in values.items()}
+    groups = [
+        {option: value for option, value in group.items() if option != "params"} for group in saved["param_groups"]
+    ]
     return OptimizerPlan(state, groups, index.names_by_group(optimizer))
 
 
 def _target(value: Tensor, *, view: ParameterView | None, reads: Reads) -> Tensor:
     """Where a tensor is read to, or what this rank has of it."""
     if reads.takes(value):
-        made = torch.empty(value.shape, dtype=value.dtype, device="cpu")
         if view is not None and value.dim() and value.shape == view.shape:
-            made = PieceShard.of(empty_at_rest(view.local, value.dtype), view.piece)
-        reads.add(value, made)
-        return made
+            target: Tensor = DcpShard.of(empty_at_rest(view.local, value.dtype), view.piece)
+        else:
+            target = torch.empty(value.shape, dtype=value.dtype, device="cpu")
+        reads.add(value, target)
+        return target
     if isinstance(value, StandIn):
         value = value.whole()
     if is_packed(value) and not isinstance(value, DTensor):
@@ -145,41 +148,28 @@ def _target(value: Tensor, *, view: ParameterView | None, reads: Reads) -> Tenso
     return value.clone()
 
 
-def restore_planned(plan: OptimizerPlan, optimizer: Optimizer) -> None:
-    """After everything planned was read: load it into the optimizer."""
-    restore_optimizer(optimizer, plan.state, plan.groups, plan.names_by_group)
-
-
-def restore_optimizer(
-    optimizer: Optimizer,
-    state_by_name: Mapping[str, Mapping[str, Any]],
-    param_groups: list[dict[str, Any]],
-    names_by_group: list[list[str]],
-) -> None:
-    """Put state keyed by parameter name, with local tensors, into an optimizer. Options a checkpoint lacks keep their present value."""
-    numbers = {name: number for number, name in enumerate(name for names in names_by_group for name in names)}
+def finish_optimizer(plan: OptimizerPlan, optimizer: Optimizer) -> None:
+    """After everything planned was read: load it into the optimizer. Options that the checkpoint lacks keep their present value."""
+    numbers = {name: number for number, name in enumerate(name for names in plan.names_by_group for name in names)}
     groups = []
-    for present, saved, names in zip(optimizer.param_groups, param_groups, names_by_group, strict=True):
+    for present, saved, names in zip(optimizer.param_groups, plan.groups, plan.names_by_group, strict=True):
         groups.append({**present, **saved, "params": [numbers[name] for name in names]})
-    held = [_local(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = {
-        numbers[name]: {key: _at_rest(value, held[numbers[name]]) for key, value in values.items()}
-        for name, values in state_by_name.items()
+        numbers[name]: {key: _at_rest(value, parameters[numbers[name]]) for key, value in values.items()}
+        for name, values in plan.state.items()
         if name in numbers
     }
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _local(parameter: Tensor) -> Tensor:
-    """This rank's rows of what an optimizer holds; itself if it is not sharded."""
-    view = view_of(parameter)
-    return parameter if view is None else view.local
-
-
-def _at_rest(value: Any, local: Tensor) -> Any:
+def _at_rest(value: Any, parameter: Tensor) -> Any:
     """State of local rows in the memory where the optimizer keeps it. Its `load_state_dict` makes it a DTensor if necessary."""
-    rows = value.local if isinstance(value, PieceShard) else value
-    return put_to_rest(rows, local) if isinstance(rows, Tensor) and rows.dim() else rows
+    rows = value.local if isinstance(value, DcpShard) else value
+    if not isinstance(rows, Tensor) or not rows.dim():
+        return rows
+    view = view_of(parameter)
+    return put_to_rest(rows, parameter if view is None else view.local)
 
 
 def _state_value(name: str, value: Any, view: ParameterView | None, *, of_rows: bool) -> Any:
@@ -193,7 +183,7 @@ def _state_value(name: str, value: Any, view: ParameterView | None, *, of_rows: 
             "only"
         )
     if value.dim() and local.shape == view.local.shape and value.shape in (view.shape, view.local.shape):
-        return PieceShard.of(local, view.piece)
+        return DcpShard.of(local, view.piece)
     if isinstance(value, DTensor):
         if any(placement.is_shard() for placement in value.placements):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Lists what a checkpoint holds, without reading its tensors."""
+"""Summarizes what a checkpoint holds, without reading its tensors."""
 
 from __future__ import annotations
 
@@ -8,20 +8,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from lightning_mfsdp.checkpoint.io.opened import (
+from lightning_mfsdp.checkpoint.io.trust import CheckpointError
+from lightning_mfsdp.checkpoint.tools.leaves import (
     LIGHTNING_VERSION,
-    flat_name,
-    open_checkpoint,
-)
-from lightning_mfsdp.checkpoint.io.stored import (
-    CheckpointError,
     Leaves,
     TensorLeaf,
     UnreadTensor,
+    flat_name,
     is_tensor,
+    open_checkpoint,
     size_bytes,
 )
-from lightning_mfsdp.checkpoint.tools.portable import Portable, PortableOptimizer, sort_out
+from lightning_mfsdp.checkpoint.tools.parts import CheckpointParts, OptimizerPart, find_parts
 
 __all__ = ["OptimizerSummary", "Summary", "TensorSummary", "summarize", "summarize_leaves"]
 
@@ -138,11 +136,11 @@ def summarize_leaves(path: Path, leaves: Leaves, *, kind: str = "", largest: int
     """What can be derived from leaves alone. If no model can be distinguished from other tensors, all tensors count as the model."""
     tensors = {flat_name(leaf_path): leaf for leaf_path, leaf in leaves.items() if is_tensor(leaf)}
     try:
-        parts = sort_out(path, leaves)
+        parts = find_parts(path, leaves)
     except CheckpointError:
-        parts = Portable(model=tensors, optimizers=[], left_out=[])
+        parts = CheckpointParts(model=tensors, optimizers=[], left_out=[])
     model = [leaf for leaf in parts.model.values() if is_tensor(leaf)]
-    found = sorted(tensors.items(), key=lambda item: size_bytes(item[1]), reverse=True)[:largest]
+    by_size = sorted(tensors.items(), key=lambda item: size_bytes(item[1]), reverse=True)
     return Summary(
         path=str(path),
         kind=kind,
@@ -159,12 +157,12 @@ def summarize_leaves(path: Path, leaves: Leaves, *, kind: str = "", largest: int
                 size_bytes=size_bytes(leaf),
                 pieces=leaf.pieces if isinstance(leaf, UnreadTensor) else 1,
             )
-            for name, leaf in found
+            for name, leaf in by_size[:largest]
         ],
     )
 
 
-def _optimizer(optimizer: PortableOptimizer) -> OptimizerSummary:
+def _optimizer(optimizer: OptimizerPart) -> OptimizerSummary:
     leaves = [(key, leaf) for own in optimizer.state.values() for key, leaf in own.items()]
     return OptimizerSummary(
         name=optimizer.where,

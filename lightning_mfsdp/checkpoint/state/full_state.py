@@ -1,6 +1,7 @@
-"""Whole states of a sharded model, for checkpoints that plain PyTorch reads: gathered tensor by tensor, kept on one rank in host memory.
+"""Full states of a sharded model, with whole tensors, for checkpoints that plain PyTorch reads.
 
-The device holds one tensor at a time, in pieces and whole; the rank that keeps them holds the model and its optimizer state in host memory.
+They are gathered tensor by tensor. The device holds one tensor at a time, in pieces and whole; the rank that keeps them holds the model and
+its optimizer state in host memory.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_mfsdp.base.containers import map_tensors
-from lightning_mfsdp.checkpoint.state.sharded_optimizer import is_divided, is_packed
+from lightning_mfsdp.checkpoint.state.optimizer import is_divided, is_packed
 from lightning_mfsdp.engine import ParameterView
 from lightning_mfsdp.engine.internals import placed_as, prepare_state, view_of
 
-__all__ = ["full_state_dict", "whole_model_state", "whole_optimizer_state"]
+__all__ = ["full_model_state", "full_optimizer_state", "full_state_dict"]
 
 
 @dataclass(frozen=True)
@@ -49,34 +50,34 @@ def full_state_dict(module: nn.Module, *, rank0_only: bool = True) -> dict[str, 
         rank0_only: Other ranks get an empty dictionary, and need no memory for it.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
-    return whole_model_state(module.state_dict(), keep=rank == 0 or not rank0_only)
+    return full_model_state(module.state_dict(), keep=rank == 0 or not rank0_only)
 
 
-def whole_model_state(state: Mapping[str, Any], *, keep: bool) -> dict[str, Any]:
+def full_model_state(state: Mapping[str, Any], *, keep: bool) -> dict[str, Any]:
     """A state dict with every sharded tensor whole, on the CPU. All ranks call it.
 
     Args:
         state: Of a sharded module.
         keep: Whether this rank needs the result; otherwise it is empty.
     """
-    whole: OrderedDict[str, Any] = OrderedDict()
+    full: OrderedDict[str, Any] = OrderedDict()
     if keep and hasattr(state, "_metadata"):
-        whole._metadata = state._metadata  # type: ignore[attr-defined]  # versions of modules
-    known: dict[int, list[Tensor]] = {}
+        full._metadata = state._metadata  # type: ignore[attr-defined]  # versions of modules
+    kept: dict[int, list[Tensor]] = {}
     for name, value in state.items():
         tensor = value.full_tensor() if isinstance(value, DTensor) else value
         if keep:
-            whole[name] = _once(tensor.detach().cpu(), value, known) if isinstance(tensor, Tensor) else tensor
+            full[name] = _once(tensor.detach().cpu(), value, kept) if isinstance(tensor, Tensor) else tensor
         del tensor  # frees its memory before the next one is gathered
-    return whole
+    return full
 
 
-def _once(tensor: Tensor, origin: Tensor, known: dict[int, list[Tensor]]) -> Tensor:
+def _once(tensor: Tensor, origin: Tensor, kept: dict[int, list[Tensor]]) -> Tensor:
     """Tied weights stay one tensor, as in the state dict of a plain model."""
     view = view_of(origin)
     if view is None:
         return tensor
-    alike = known.setdefault(id(view.local), [])
+    alike = kept.setdefault(id(view.local), [])
     for other in alike:
         if other.dtype is tensor.dtype and torch.equal(other, tensor):
             return other
@@ -84,7 +85,7 @@ def _once(tensor: Tensor, origin: Tensor, known: dict[int, list[Tensor]]) -> Ten
     return tensor
 
 
-def whole_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any]:
+def full_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any]:
     """What `optimizer.state_dict()` would be without sharding, on the CPU. All ranks call it.
 
     Args:
@@ -157,10 +158,10 @@ def _agreed(described: list[dict[str, Any]]) -> list[dict[str, Any]]:
         dist.all_gather_object(everyones, described)
     merged: list[dict[str, Any]] = [{} for _ in described]
     for theirs in everyones:
-        for known, parts in zip(merged, theirs, strict=True):
-            for key, part in parts.items():
-                if key not in known or (isinstance(part, _RowsOf) and part.problem):
-                    known[key] = part
+        for parts, their_parts in zip(merged, theirs, strict=True):
+            for key, part in their_parts.items():
+                if key not in parts or (isinstance(part, _RowsOf) and part.problem):
+                    parts[key] = part
     problems = [
         part.problem for parts in merged for part in parts.values() if isinstance(part, _RowsOf) and part.problem
     ]
@@ -185,5 +186,5 @@ def _gathered(rows: Any, dtype: torch.dtype, view: ParameterView) -> Tensor:
     elif isinstance(rows, DTensor):
         rows = rows.to_local()
     sharded: Any = placed_as(rows.detach(), view.dtensor)
-    whole: Tensor = sharded.full_tensor()
-    return whole
+    full: Tensor = sharded.full_tensor()
+    return full

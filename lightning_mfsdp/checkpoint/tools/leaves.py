@@ -1,7 +1,9 @@
-"""The contents of a checkpoint, without tensor data: sizes and dtypes are known, pieces are read on request.
+"""A checkpoint as one process sees it: leaves by path, without tensor data. Sizes and dtypes are known, pieces are read on request.
 
-A sharded directory yields `StoredTensor` and `StoredObject`, a single file plain tensors that are mapped into memory. Both come as
-leaves by path: `("model", "head.weight")`, `("optimizer_0", "state", "head.weight", "exp_avg")`.
+    ("model", "head.weight")                                  of a directory of torch.distributed.checkpoint: `StoredTensor`, `StoredObject`
+    ("optimizer_0", "state", "head.weight", "exp_avg")        of a file of `torch.save`: tensors that are mapped into memory, and values
+
+`open_checkpoint` opens either.
 """
 
 from __future__ import annotations
@@ -11,8 +13,9 @@ import io
 import pickle
 import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -27,23 +30,29 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from lightning_mfsdp.checkpoint.io.location import TABLE_OF_CONTENTS, Reader, strange_piece, where_of
-from lightning_mfsdp.checkpoint.io.unpickling import CheckpointError, RefusedError, refusal, refused_class
+from lightning_mfsdp.checkpoint.io.location import META_FILE, MODULE_VERSIONS, TIED_WEIGHTS
+from lightning_mfsdp.checkpoint.io.read import TABLE_OF_CONTENTS, Reader, name_of, strange_piece
+from lightning_mfsdp.checkpoint.io.trust import CheckpointError, RefusedError, key_of, refusal, refused_class
 
 __all__ = [
-    "TABLE_OF_CONTENTS",
-    "TRUSTING",
-    "CheckpointError",
+    "LIGHTNING_VERSION",
     "Leaves",
     "NestedPath",
+    "OpenedCheckpoint",
     "StoredCheckpoint",
     "StoredObject",
     "StoredTensor",
     "TensorLeaf",
     "UnreadTensor",
-    "first_line",
+    "check_is_file",
+    "check_table_of_contents",
+    "flat_name",
     "is_tensor",
+    "leaves_of_file",
+    "load_file",
+    "open_checkpoint",
     "size_bytes",
+    "state_dict_of",
 ]
 
 NestedPath = tuple[str | int, ...]
@@ -51,6 +60,86 @@ Leaves = dict[NestedPath, Any]
 
 # How users of commands and their functions declare that they trust a checkpoint.
 TRUSTING = "read it with --trust (trust=True)"
+
+LIGHTNING_VERSION = "pytorch-lightning_version"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenedCheckpoint:
+    """An opened checkpoint.
+
+    Attributes:
+        leaves: Of model and optimizers.
+        rest: What a Lightning checkpoint holds besides them; empty if Lightning did not write it.
+        tied: Further names of tied weights, and the name that each is the same as, if the checkpoint records that.
+        versions: Of the model's modules, by name; `None` if the checkpoint does not record them.
+        metadata: Table of contents of a directory.
+    """
+
+    leaves: Leaves
+    rest: dict[str, Any] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, Any] | None = None
+    metadata: Metadata | None = None
+
+
+def open_checkpoint(path: Path, *, trust: bool = False) -> OpenedCheckpoint:
+    """Open a directory of torch.distributed.checkpoint or a file of `torch.save`; tensor data is not read.
+
+    Raises:
+        CheckpointError: There is neither, or it cannot be read.
+    """
+    if path.is_dir():
+        check_table_of_contents(path)
+        stored = StoredCheckpoint(path, trust=trust)
+        rest = {}
+        if (path / META_FILE).is_file():
+            rest = load_file(path / META_FILE, trust=trust)
+            if not isinstance(rest, dict):
+                raise CheckpointError(
+                    f"{path / META_FILE}: expected a dictionary, as this strategy saves it, got {type(rest).__name__}"
+                )
+        tied = rest.pop(TIED_WEIGHTS, {})
+        versions = rest.pop(MODULE_VERSIONS, {}).get("model")
+        return OpenedCheckpoint(leaves=stored.leaves, rest=rest, tied=tied, versions=versions, metadata=stored.metadata)
+    content = load_file(path, trust=trust)
+    if not isinstance(content, Mapping) or LIGHTNING_VERSION not in content:
+        return OpenedCheckpoint(leaves=leaves_of_file(content))
+    states = ("state_dict", "optimizer_states")
+    return OpenedCheckpoint(
+        leaves=leaves_of_file({key: content[key] for key in states if key in content}),
+        rest={key: value for key, value in content.items() if key not in states},
+        versions=getattr(content.get("state_dict"), "_metadata", None),
+    )
+
+
+def check_table_of_contents(path: Path) -> None:
+    """Check that a directory has a table of contents.
+
+    Raises:
+        CheckpointError: It has none.
+    """
+    if not (path / TABLE_OF_CONTENTS).is_file():
+        raise CheckpointError(
+            f"{path} is a directory without {TABLE_OF_CONTENTS}, so no checkpoint of torch.distributed.checkpoint; expected one, or a file "
+            "of torch.save"
+        )
+
+
+def flat_name(path: NestedPath) -> str:
+    """A path as one word, for messages."""
+    return ".".join(map(str, path))
+
+
+def state_dict_of(values: Mapping[str, Any], versions: Mapping[str, Any] | None) -> OrderedDict[str, Any]:
+    """A state dict as modules return it, with the versions that a module of a newer program may look for."""
+    state = OrderedDict(values)
+    if versions is not None:
+        state._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
+    return state
+
+
+# -- a directory -------------------------------------------------------------------------------------------------------
 
 
 class UnreadTensor(ABC):
@@ -151,10 +240,10 @@ class StoredCheckpoint:
         except pickle.UnpicklingError as error:
             if is_tensor:
                 raise RefusedError(strange_piece(self.path, index, error)) from error
-            raise RefusedError(refusal(f"{self.path}: {where_of(index)}", refused_class(error), TRUSTING)) from error
+            raise RefusedError(refusal(f"{self.path}: {name_of(index)}", refused_class(error), TRUSTING)) from error
         except (RuntimeError, EOFError, ValueError, zipfile.BadZipFile) as error:
             raise CheckpointError(
-                f"{self.path}: {where_of(index)} does not load ({type(error).__name__}: {first_line(error)}). Copy the checkpoint again, "
+                f"{self.path}: {name_of(index)} does not load ({type(error).__name__}: {_first_line(error)}). Copy the checkpoint again, "
                 "or use another"
             ) from error
         # torch.load leaves a cycle of functions behind, which keeps the tensor in memory until the next collection of young garbage.
@@ -209,12 +298,11 @@ class StoredTensor(UnreadTensor):
     def checked(self, index: MetadataIndex, value: Any) -> Tensor:
         """`value`, if it matches the table of contents for that chunk."""
         expected = next(tuple(chunk.sizes) for chunk in self.chunks if torch.Size(chunk.offsets) == index.offset)
-        found = (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else type(value).__name__
-        if not isinstance(value, Tensor) or found != (expected, self.dtype):
+        got = (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else type(value).__name__
+        if not isinstance(value, Tensor) or got != (expected, self.dtype):
             raise CheckpointError(
-                f"{self.checkpoint.path}: {where_of(index)} holds {found}, expected {(expected, self.dtype)} by the table of contents. "
-                "Copy the "
-                "checkpoint again, or use another"
+                f"{self.checkpoint.path}: {name_of(index)} holds {got}, expected {(expected, self.dtype)} by the table of contents. "
+                "Copy the checkpoint again, or use another"
             )
         return value
 
@@ -222,8 +310,8 @@ class StoredTensor(UnreadTensor):
         """Copy all chunks into `target`, `[*shape]`; yields the bytes of each once it is copied."""
         for chunk in self.chunks:
             piece = self.read(torch.Size(chunk.offsets))
-            here = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-            target[here].copy_(piece)
+            place = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            target[place].copy_(piece)
             yield piece.nbytes
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
@@ -263,6 +351,56 @@ class StoredObject:
         return self.checkpoint.value(self.index, self.checkpoint.raw(self.index))
 
 
-def first_line(error: BaseException) -> str:
+# -- a file ------------------------------------------------------------------------------------------------------------
+
+
+def check_is_file(path: Path) -> None:
+    """Check that a file can be one of `torch.save`.
+
+    Raises:
+        CheckpointError: There is no file, or one of another format.
+    """
+    if not path.exists():
+        raise CheckpointError(f"{path}: there is nothing at that path; expected a checkpoint")
+    with path.open("rb") as file:
+        if file.read(4) != b"PK\x03\x04":
+            raise CheckpointError(
+                f"{path} is no checkpoint: expected a directory with {TABLE_OF_CONTENTS}, a folder of .safetensors files, or a file of "
+                "torch.save (PyTorch 1.6 or later)"
+            )
+
+
+def load_file(path: Path, *, trust: bool) -> Any:
+    """Load what `torch.save` wrote, with tensors mapped and not read.
+
+    Raises:
+        CheckpointError: It is not such a file, is damaged, or holds Python objects and `trust` is not set.
+    """
+    check_is_file(path)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=not trust, mmap=True)
+    except pickle.UnpicklingError as error:
+        refused = refused_class(error)
+        with path.open("rb") as file:
+            key = key_of(file, refused)
+        raise RefusedError(refusal(f"{path}: {key}" if key else str(path), refused, TRUSTING)) from error
+    except (OSError, RuntimeError, EOFError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} is a damaged file of torch.save ({type(error).__name__}: {_first_line(error)}). Copy it again, or use another"
+        ) from error
+
+
+def leaves_of_file(value: Any, path: NestedPath = ()) -> Leaves:
+    """Leaves of nested dictionaries and lists. Lists without dictionaries and tensors are leaves themselves, as in a directory."""
+    if isinstance(value, Mapping):
+        parts: Iterable[tuple[Any, Any]] = value.items()
+    elif isinstance(value, list) and any(isinstance(part, Mapping | list | Tensor) for part in value):
+        parts = enumerate(value)
+    else:
+        return {path: value}
+    return {inner: leaf for key, part in parts for inner, leaf in leaves_of_file(part, (*path, key)).items()}
+
+
+def _first_line(error: BaseException) -> str:
     """Of its message."""
     return (str(error).splitlines() or [""])[0]
