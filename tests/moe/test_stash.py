@@ -101,7 +101,7 @@ def test_what_is_reloaded_is_zero_behind_the_live_rows():
         tensor[:5] = 7.0
     rows = save(tensors, torch.tensor([5]))
     save(tensors, torch.tensor(2))  # the first lets go of its originals
-    for tensor, original in zip(rows.load(), tensors, strict=True):
+    for tensor, original in zip(stash.load(rows), tensors, strict=True):
         assert tensor.data_ptr() != original.data_ptr()
         assert torch.equal(tensor[:5], original[:5])
         assert not tensor[5:].any()
@@ -116,10 +116,10 @@ def test_no_tokens_all_tokens_and_more_than_there_is_room_for(live):
     rows = save(tensors, torch.tensor(live))
     empty = save([torch.empty(0, 8)], torch.tensor(0))
     kept = min(max(live, 0), 24)
-    for tensor, original in zip(rows.load(), tensors, strict=True):
+    for tensor, original in zip(stash.load(rows), tensors, strict=True):
         assert torch.equal(tensor[:kept], original[:kept])
         assert not tensor[kept:].any()
-    assert empty.load()[0].shape == (0, 8)
+    assert stash.load(empty)[0].shape == (0, 8)
     finish(stash)
     assert stash.statistics(wait=True).over_capacity == (2 if live != kept else 0)
 
@@ -130,12 +130,12 @@ def test_fp8_rows_and_three_dims_keep_shape_and_dtype():
     save = partial(stash.save, "mine")
     quantized = torch.randn(24, 2, 8).to(torch.float8_e4m3fn)
     shapes = [quantized, torch.randn(24, 2, dtype=torch.float64), torch.randn(24)]
-    save(shapes, torch.tensor(0)).load()
+    stash.load(save(shapes, torch.tensor(0)))
     stash.overflowed()
     stash.end_step()  # pages for kinds that the recorded step did not have
     rows = save(shapes, torch.tensor(9))
     save(shapes, torch.tensor(0))
-    for tensor, original in zip(rows.load(), shapes, strict=True):
+    for tensor, original in zip(stash.load(rows), shapes, strict=True):
         assert (tensor.shape, tensor.dtype) == (original.shape, original.dtype)
 
 

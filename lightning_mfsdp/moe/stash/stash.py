@@ -65,31 +65,18 @@ def ops_for(device: torch.device) -> PageOps:
 
 
 class Claim:
-    """The right to read the rows of one save, held by the saver.
+    """The right to read the rows of one save, given to `load` or `lend`.
 
-    When it is no longer referenced and the rows were not read, their pages are freed at the end of the step.
+    The stash keeps the rows, and only refers to the claim: when nothing else does anymore and the rows were not read, their pages are freed
+    at the end of the step.
+
+    Attributes:
+        rows: Of the save.
     """
 
-    def __init__(self, stash: RowStash, rows: SavedRows) -> None:
-        self._stash = stash
-        self._rows = rows
+    def __init__(self, rows: SavedRows) -> None:
+        self.rows = rows
         rows.reader = weakref.ref(self)
-
-    def load(self) -> list[Tensor]:
-        """The tensors that were saved; rows past the live ones are zero, unless they are the original buffers. Call it once.
-
-        Raises:
-            EngineStateError: They were loaded before, or the step was abandoned.
-        """
-        return self._stash.load(self._rows)
-
-    def lend(self) -> AbstractContextManager[Sequence[Tensor | PagedRows]]:
-        """The tensors that were saved, or the pages they are in, until the context ends; instead of `load`, and once.
-
-        Raises:
-            EngineStateError: As `load`, when the context begins.
-        """
-        return self._stash.lend(self._rows)
 
 
 class LayerSaver:
@@ -113,23 +100,23 @@ class LayerSaver:
 
     def load(self, ctx: Any, kept: Sequence[Tensor]) -> Sequence[Tensor]:
         """See `ActivationSaver.load`."""
-        return kept if ctx.saved_rows is None else ctx.saved_rows.load()
+        return kept if ctx.stash_claim is None else self._stash.load(ctx.stash_claim)
 
     def lend(self, ctx: Any, kept: Sequence[Tensor]) -> AbstractContextManager[Sequence[Tensor | PagedRows]]:
         """See `LendingSaver.lend`."""
-        return nullcontext(kept) if ctx.saved_rows is None else ctx.saved_rows.lend()
+        return nullcontext(kept) if ctx.stash_claim is None else self._stash.lend(ctx.stash_claim)
 
     def __deepcopy__(self, memo: Any) -> OrdinarySaver:
         """A copy of the layer (for averaged weights, for example) is not a layer of this stash."""
         return OrdinarySaver()
 
     def _save(self, ctx: Any, tensors: Sequence[Tensor], live_rows: Tensor, *, to_lend: bool) -> Sequence[Tensor]:
-        if getattr(ctx, "saved_rows", None) is not None:
+        if getattr(ctx, "stash_claim", None) is not None:
             raise EngineStateError(
                 f"paged stash: {self._layer} saves twice in one call of its autograd function, expected one save; give all tensors to it"
             )
-        ctx.saved_rows = self._stash.save(self._layer, tensors, live_rows, to_lend=to_lend)
-        return tensors if ctx.saved_rows is None else ()
+        ctx.stash_claim = self._stash.save(self._layer, tensors, live_rows, to_lend=to_lend)
+        return tensors if ctx.stash_claim is None else ()
 
 
 class RowStash:
@@ -211,7 +198,7 @@ class RowStash:
             to_lend: Whether `lend` will be called and not `load`, so that nothing is prefetched.
 
         Returns:
-            The claim they are loaded from; `None` if autograd must keep them, because the stash is paused or a checkpoint recomputes.
+            The claim that `load` and `lend` take; `None` if autograd must keep them: the stash is paused, or a checkpoint recomputes.
 
         Raises:
             EngineStateError: Tensors or `live_rows` are not as the protocol requires, a checkpoint recomputes a layer whose rows are in
@@ -231,7 +218,7 @@ class RowStash:
         pools = [self._pool(PageKind.of(tensor)) for tensor in tensors]
         rows = SavedRows(layer, tensors, live_rows, pools, to_lend=to_lend, captured=captured)
         rows.question = self._flag.questions
-        claim = Claim(self, rows)
+        claim = Claim(rows)
         rows.previous, self._last = self._last, weakref.ref(rows)
         late, self._late = self._late, None
         if late is not None:
@@ -250,15 +237,24 @@ class RowStash:
             self._side.join(self._side.record())
         return claim
 
-    def load(self, rows: SavedRows) -> list[Tensor]:
-        """The tensors of a save, and start fetching those of the previous save."""
-        with self._leaving(rows):
-            return rows.take(self._ops, self._side)
+    def load(self, claim: Claim) -> list[Tensor]:
+        """The tensors of a save, once, and start fetching those of the previous save.
+
+        Rows past the live ones are zero, unless the tensors are the original buffers.
+
+        Args:
+            claim: From `save`.
+
+        Raises:
+            EngineStateError: They were loaded before, or the step was abandoned.
+        """
+        with self._leaving(claim.rows):
+            return claim.rows.take(self._ops, self._side)
 
     @contextmanager
-    def lend(self, rows: SavedRows) -> Iterator[Sequence[Tensor | PagedRows]]:
+    def lend(self, claim: Claim) -> Iterator[Sequence[Tensor | PagedRows]]:
         """As `load`; in pages, if they were saved to lend and are in pages of the device. For work on the current stream, until the end."""
-        with self._leaving(rows), rows.lend(self._ops, self._side) as tensors:
+        with self._leaving(claim.rows), claim.rows.lend(self._ops, self._side) as tensors:
             yield tensors
 
     @contextmanager
