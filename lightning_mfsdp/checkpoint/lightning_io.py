@@ -197,10 +197,10 @@ class Loading:
         location.finish_interrupted_save(ranks)
         if location.is_sharded():
             directory = Directory.open(location, ranks, weights_only=weights_only)
-            known = known_names(module)
+            is_known = known_names(module)
             with on_all_ranks(f"opening {location}"):
                 content = location.read_file(META_FILE, weights_only)
-                _add_states(content, directory, known)
+                _add_states(content, directory, is_known)
         elif location.is_file():
             content = location.read_file(None, weights_only)
             if "state_dict" not in content:
@@ -367,11 +367,11 @@ def _kind(value: Any) -> Any:
     return tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
 
 
-def _add_states(content: dict[str, Any], directory: Directory, known: Callable[[str], bool]) -> None:
+def _add_states(content: dict[str, Any], directory: Directory, is_known: Callable[[str], bool]) -> None:
     """Add to what `meta.pt` holds what the other files hold, in the form of one file."""
     tied = content.pop(TIED_WEIGHTS, {})
     keys = directory.top_keys()
-    state = StoredState.of(directory, "model" if "model" in keys else "state_dict", known)
+    state = StoredState.of(directory, "model" if "model" in keys else "state_dict", is_known)
     state.update({name: state[first] for name, first in tied.items() if name in state and first in state})
     versions = content.pop(MODULE_VERSIONS, {})
     if "model" in versions:

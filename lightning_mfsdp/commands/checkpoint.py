@@ -94,11 +94,11 @@ def _info(arguments: Namespace) -> int:
 def _verify(arguments: Namespace) -> int:
     with progress_bar("reading") as progress:
         if is_safetensors(arguments.path):
-            found = verify_folder(arguments.path, fast=arguments.fast, progress=progress)
+            verification = verify_folder(arguments.path, fast=arguments.fast, progress=progress)
         else:
-            found = verify(arguments.path, fast=arguments.fast, trust=arguments.trust, progress=progress)
-    _write(verification_lines(arguments.path, found))
-    return 1 if found.problems else 0
+            verification = verify(arguments.path, fast=arguments.fast, trust=arguments.trust, progress=progress)
+    _write(verification_lines(arguments.path, verification))
+    return 1 if verification.problems else 0
 
 
 def _consolidate(arguments: Namespace) -> int:

@@ -86,18 +86,18 @@ def _driver() -> str:
     if shutil.which(_DRIVER[0]) is None:
         return _MISSING
     try:
-        found = subprocess.run(_DRIVER, capture_output=True, text=True, check=True, timeout=_DRIVER_S)
+        driver = subprocess.run(_DRIVER, capture_output=True, text=True, check=True, timeout=_DRIVER_S)
     except (OSError, subprocess.SubprocessError) as error:
         return f"{_DRIVER[0]} failed: {error}"
-    return ", ".join(sorted(set(found.stdout.split())))
+    return ", ".join(sorted(set(driver.stdout.split())))
 
 
 def _gpu(index: int) -> str:
     try:
-        found = torch.cuda.get_device_properties(index)
+        device = torch.cuda.get_device_properties(index)
     except RuntimeError as error:  # one that is broken, or that another process has for itself
         return f"cannot be used: {' '.join(str(error).split())}"
-    return f"{found.name}, {readable_bytes(found.total_memory)}, compute capability {found.major}.{found.minor}"
+    return f"{device.name}, {readable_bytes(device.total_memory)}, compute capability {device.major}.{device.minor}"
 
 
 def _matters(name: str) -> bool:

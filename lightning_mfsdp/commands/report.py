@@ -40,17 +40,17 @@ def summary_lines(summary: Summary) -> list[str]:
     return [*table_lines(rows), *(["", *table_lines(largest)] if summary.largest else [])]
 
 
-def verification_lines(path: Path, found: Verification) -> list[str]:
-    """What a check found."""
-    read = f", {readable_bytes(found.read_bytes)} read" if found.read_bytes else ", not read"
-    lines = [f"{path}: {found.tensors:,} tensors{read}"]
-    if found.nonfinite:
+def verification_lines(path: Path, verification: Verification) -> list[str]:
+    """What a verification found."""
+    read = f", {readable_bytes(verification.read_bytes)} read" if verification.read_bytes else ", not read"
+    lines = [f"{path}: {verification.tensors:,} tensors{read}"]
+    if verification.nonfinite:
         rows = [("not finite", "NaN", "infinite")]
-        rows += [(name, f"{count.nan:,}", f"{count.inf:,}") for name, count in found.nonfinite.items()]
+        rows += [(name, f"{count.nan:,}", f"{count.inf:,}") for name, count in verification.nonfinite.items()]
         lines += table_lines(rows)
-    if not found.problems:
+    if not verification.problems:
         return [*lines, "no problems"]
-    return [*lines, f"problems: {len(found.problems)}", *(f"  {problem}" for problem in found.problems)]
+    return [*lines, f"problems: {len(verification.problems)}", *(f"  {problem}" for problem in verification.problems)]
 
 
 def written_lines(output: Path, parts: CheckpointParts) -> list[str]:

@@ -37,20 +37,20 @@ class _SafeTensor(UnreadTensor):
 
     @property
     def dtype(self) -> torch.dtype:
-        found = self._slice()
+        tensor = self._slice()
         # Zero rows read no data, and only the package can map its names of dtypes.
-        dtype: torch.dtype = (found[:0] if found.get_shape() else found[...]).dtype
+        dtype: torch.dtype = (tensor[:0] if tensor.get_shape() else tensor[...]).dtype
         return dtype
 
     def read(self) -> Iterator[Tensor]:
         """The tensor in pieces of bounded size."""
-        found, shape = self._slice(), self.shape
+        tensor, shape = self._slice(), self.shape
         if not shape:
-            yield found[...]
+            yield tensor[...]
             return
         rows = max(1, _PIECE_ELEMENTS * shape[0] // max(1, shape.numel()))
         for start in range(0, shape[0], rows):
-            yield found[start : start + rows]
+            yield tensor[start : start + rows]
 
 
 def is_safetensors(path: Path) -> bool:
@@ -71,23 +71,23 @@ def summarize_folder(path: Path, *, largest: int = 10) -> Summary:
 
 def verify_folder(path: Path, *, fast: bool = False, progress: Progress | None = None) -> Verification:
     """Headers against files, the index against headers, and all numbers unless `fast`. The format has no checksums."""
-    found = Verification()
+    verification = Verification()
     tensors: list[tuple[str, _SafeTensor]] = []
     for file in _files(path):
         try:
             tensors += [(name, _SafeTensor(file, name)) for name in _open(file).keys()]  # noqa: SIM118
         except CheckpointError as error:
-            found.problems.append(str(error))
-    found.problems += _index_problems(path, {name: leaf.file.name for name, leaf in tensors})
-    found.tensors = len(tensors)
+            verification.problems.append(str(error))
+    verification.problems += _index_problems(path, {name: leaf.file.name for name, leaf in tensors})
+    verification.tensors = len(tensors)
     total = sum(size_bytes(leaf) for _, leaf in tensors)
     for name, leaf in tensors if not fast else ():
         for piece in leaf.read():
-            found.count(name, piece)
-            found.read_bytes += piece.nbytes
+            verification.count(name, piece)
+            verification.read_bytes += piece.nbytes
             if progress is not None:
-                progress(found.read_bytes, total)
-    return found
+                progress(verification.read_bytes, total)
+    return verification
 
 
 def _index_problems(path: Path, places: dict[str, str]) -> list[str]:

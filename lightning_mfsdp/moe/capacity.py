@@ -31,12 +31,12 @@ class CapacityWatch:
 
     Attributes:
         names: Of the layers.
-        found: The least capacity factor with which each layer would have kept all its rows, 0 if it did; float64, `[layers]`.
+        needed: The least capacity factor with which each layer would have kept all its rows, 0 if it did; float64, `[layers]`.
     """
 
     def __init__(self, layers: Mapping[str, Watched], device: torch.device, asks: Callable[[], bool]) -> None:
         self.names = list(layers)
-        self.found = torch.zeros(len(layers), dtype=torch.float64, device=device)
+        self.needed = torch.zeros(len(layers), dtype=torch.float64, device=device)
         self._layers = dict(layers)
         self._place = {id(layer): index for index, layer in enumerate(layers.values())}
         self._asks = asks
@@ -57,13 +57,13 @@ class CapacityWatch:
         """A call dropped rows if `is_short`; `factor` would have been enough. Does not wait."""
         place = self._place.get(id(experts))
         if place is not None and compat.backward_task() == -1:  # a recomputing checkpoint was recorded before
-            mine = self.found[place]
+            mine = self.needed[place]
             torch.maximum(mine, torch.where(is_short, factor, 0.0), out=mine)
 
     @property
     def hundredths(self) -> Tensor:
-        """The largest of `found`, rounded up to hundredths: int64, 0-D, a number of those."""
-        largest = self.found.amax() if self.names else self.found.sum()
+        """The largest of `needed`, rounded up to hundredths: int64, 0-D, a number of those."""
+        largest = self.needed.amax() if self.names else self.needed.sum()
         return (largest * 100).ceil().long()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CapacityWatch:

@@ -63,7 +63,7 @@ def no_choices(hidden: Tensor, *others: Tensor) -> Tensor:
 
     All arguments still enter the graph, with none of their elements: gradients are zero and not missing.
     """
-    nothing: Tensor = sum((one[:0].sum() for one in (hidden, *others)), start=hidden.new_zeros(()))
+    nothing: Tensor = sum((tensor[:0].sum() for tensor in (hidden, *others)), start=hidden.new_zeros(()))
     return torch.zeros_like(hidden) + nothing.to(hidden.dtype)
 
 

@@ -171,8 +171,8 @@ class ModelWithExperts:
 
 def models_with_experts(module: nn.Module) -> list[ModelWithExperts]:
     """The outermost models inside that let transformers choose how experts are computed, and have some."""
-    found = outermost(module, lambda part: callable(getattr(part, "set_experts_implementation", None)))
-    return [model for name, part in found if (model := ModelWithExperts(name, part)).layers]
+    models = outermost(module, lambda part: callable(getattr(part, "set_experts_implementation", None)))
+    return [model for name, part in models if (model := ModelWithExperts(name, part)).layers]
 
 
 def is_grouped_layer(module: nn.Module) -> bool:

@@ -21,12 +21,12 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
             results = backward(ctx, *grads)
         if not torch.is_grad_enabled():
             return results
-        tensors = [one for one in results if isinstance(one, Tensor)]
+        tensors = [result for result in results if isinstance(result, Tensor)]
         if not tensors:
             return results
         anchor = tensors[0].new_empty(0).requires_grad_()
         marked = iter(_Refusal.apply(anchor, *tensors))
-        return tuple(next(marked) if isinstance(one, Tensor) else one for one in results)
+        return tuple(next(marked) if isinstance(result, Tensor) else result for result in results)
 
     return wrapped
 

@@ -127,17 +127,19 @@ class _Dispatcher(ABC):
 
     def __call__(self, experts: ExpertsOfRank, hidden: Tensor, expert_index: Tensor, probabilities: Tensor) -> Tensor:
         """As `GroupedExperts.forward`. Results are summed over ranks in the compute dtype."""
-        given = [(value.shape, value.dtype, value.device) for value in (hidden, expert_index, probabilities)]
-        note_collective(experts.weight_in, lambda: self._take_part(experts, given))
+        described = [(value.shape, value.dtype, value.device) for value in (hidden, expert_index, probabilities)]
+        note_collective(experts.weight_in, lambda: self._take_part(experts, described))
         return self._dispatch(experts, hidden, expert_index, probabilities)
 
     @abstractmethod
     def _dispatch(self, experts: ExpertsOfRank, hidden: Tensor, expert_index: Tensor, probabilities: Tensor) -> Tensor:
         """The result of `__call__`."""
 
-    def _take_part(self, experts: ExpertsOfRank, given: Sequence[tuple[torch.Size, torch.dtype, torch.device]]) -> None:
+    def _take_part(
+        self, experts: ExpertsOfRank, described: Sequence[tuple[torch.Size, torch.dtype, torch.device]]
+    ) -> None:
         """Join the other ranks' calls, with as many tokens as in the last call, which choose no expert."""
-        hidden, expert_index, probabilities = (torch.zeros(size, dtype=kind, device=at) for size, kind, at in given)
+        hidden, expert_index, probabilities = (torch.zeros(size, dtype=kind, device=at) for size, kind, at in described)
         self._dispatch(experts, hidden, expert_index.fill_(-1), probabilities)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Dispatcher:
@@ -247,9 +249,9 @@ def take_over_budget(module: nn.Module, group: dist.ProcessGroup | None = None) 
         raise ValueError(
             f"take_over_budget: {type(module).__name__} has no GroupedExperts inside; pass the model that holds them"
         )
-    found = torch.stack(flags).any().to(torch.int32)
+    any_over = torch.stack(flags).any().to(torch.int32)
     if dist.is_initialized() and dist.get_world_size(group) > 1:
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(any_over, op=dist.ReduceOp.MAX, group=group)
     for flag in flags:
         flag.zero_()
-    return found.bool()
+    return any_over.bool()

@@ -67,8 +67,8 @@ class PagedRows:
         # As bytes, for any dtype.
         row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
         pages = self.pages.view(torch.uint8).view(len(self.pages), row_bytes)
-        found = pages.index_select(0, torch.where(is_there, place, 0)).masked_fill_(~is_there[:, None], 0)
-        return found.view(-1).view(self.dtype).view(self.shape)
+        rows = pages.index_select(0, torch.where(is_there, place, 0)).masked_fill_(~is_there[:, None], 0)
+        return rows.view(-1).view(self.dtype).view(self.shape)
 
 
 class ActivationSaver(Protocol):

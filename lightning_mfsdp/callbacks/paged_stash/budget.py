@@ -35,11 +35,11 @@ class BudgetWatch:
         """Start copying what was found so far to the host, unless a copy is under way. Does not wait."""
         if not self._watch.names or not self._has_arrived:
             return
-        found = self._watch.found
+        needed = self._watch.needed
         if self._factors is None:
-            self._factors = torch.zeros(found.shape, dtype=found.dtype, device="cpu", pin_memory=found.is_cuda)
-        self._factors.copy_(found, non_blocking=True)
-        if found.is_cuda:
+            self._factors = torch.zeros(needed.shape, dtype=needed.dtype, device="cpu", pin_memory=needed.is_cuda)
+        self._factors.copy_(needed, non_blocking=True)
+        if needed.is_cuda:
             self._ready = torch.cuda.Event()
             self._ready.record()
 

@@ -115,13 +115,13 @@ class PagedStash(SeesTrainingSteps, Callback):
             raise ValueError(
                 'PagedStash(overflow="keep") with cuda_graph=True: it decides on the host, which a graph never asks; use overflow="skip"'
             )
-        found = find_layers(pl_module, self.modules)
+        stashed = find_layers(pl_module, self.modules)
         self.stash = RowStash(self.config, trainer.strategy.root_device)
-        self._layers = found
-        found.stash(self.stash)
+        self._layers = stashed
+        stashed.stash(self.stash)
         limited = {
             name: layer
-            for name, layer in found.layers.items()
+            for name, layer in stashed.layers.items()
             if isinstance(layer, GroupedExperts) and layer.capacity_factor is not None
         }
         dropping = {name: layer for name, layer in limited.items() if layer.over_capacity == "drop"}
@@ -129,7 +129,7 @@ class PagedStash(SeesTrainingSteps, Callback):
         self._budget = BudgetWatch(dropping, trainer.strategy.root_device)
         self._memory = StepMemory(trainer, pl_module) if self.config.overflow == "rerun" else None
         self._stepped = self._is_rerunning = self._is_traced = False
-        report_layers(found)
+        report_layers(stashed)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the last step, and restore the layers' own savers."""

@@ -64,7 +64,7 @@ def find_layers(module: nn.Module, patterns: Sequence[str]) -> StashedLayers:
     refused = {name: reason for name, part in named.items() if (reason := wrong_saver_because(part))}
     refused.update({name: reason for model in models for name, reason in model.refused.items()})
     able = {name for model in models if not model.refused for name in model.layers}
-    found: dict[str, nn.Module] = {}
+    chosen: dict[str, nn.Module] = {}
     left: dict[str, str] = {}
     for pattern in patterns:
         fitting = {name: part for name, part in named.items() if fnmatchcase(name, pattern)}
@@ -72,13 +72,13 @@ def find_layers(module: nn.Module, patterns: Sequence[str]) -> StashedLayers:
         left.update({name: reason for name, reason in refused.items() if name in fitting})
         if not layers:
             raise ValueError(_nothing_found(pattern, fitting, left))
-        found.update(layers)
-    _check_unused(found)
+        chosen.update(layers)
+    _check_unused(chosen)
     return StashedLayers(
-        layers={name: found[name] for name in named if name in found},
+        layers={name: chosen[name] for name in named if name in chosen},
         refused=left,
-        models=[model for model in models if not model.is_switched and found.keys() & model.layers.keys()],
-        savers={name: cast(Any, part).saver if has_saver(part) else OrdinarySaver() for name, part in found.items()},
+        models=[model for model in models if not model.is_switched and chosen.keys() & model.layers.keys()],
+        savers={name: cast(Any, part).saver if has_saver(part) else OrdinarySaver() for name, part in chosen.items()},
     )
 
 

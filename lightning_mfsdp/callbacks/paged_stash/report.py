@@ -17,10 +17,10 @@ PREFIX = "paged_stash/"
 _WORTH = 0.1
 
 
-def report_layers(found: StashedLayers) -> None:
+def report_layers(stashed: StashedLayers) -> None:
     """Layer by layer, what was enabled, and what was not and why."""
-    rows = [["  " + name, type(layer).__name__] for name, layer in found.layers.items()]
-    refused = [f"  {name}: left alone, {reason}" for name, reason in found.refused.items()]
+    rows = [["  " + name, type(layer).__name__] for name, layer in stashed.layers.items()]
+    refused = [f"  {name}: left alone, {reason}" for name, reason in stashed.refused.items()]
     rank_zero_info(
         "\n".join([f"PagedStash: {len(rows)} layers save their rows in pages", *table_lines(rows), *refused])
     )

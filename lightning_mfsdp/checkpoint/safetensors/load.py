@@ -147,13 +147,13 @@ def _check_kind(path: Path, name: str, item: TensorInFile, target: Tensor) -> No
         )
 
 
-def _equal(one: _Copy, other: _Copy) -> bool:
+def _equal(first: _Copy, second: _Copy) -> bool:
     """Whether what this rank owns is the same in both."""
-    if one.stored.dtype != other.stored.dtype:
+    if first.stored.dtype != second.stored.dtype:
         return False
-    with open_file(one.stored.file) as first, open_file(other.stored.file) as second:
-        pairs = zip(one.chunks(first), other.chunks(second), strict=True)
-        return not one.target.numel() or all(torch.equal(left[1], right[1]) for left, right in pairs)
+    with open_file(first.stored.file) as first_file, open_file(second.stored.file) as second_file:
+        pairs = zip(first.chunks(first_file), second.chunks(second_file), strict=True)
+        return not first.target.numel() or all(torch.equal(left[1], right[1]) for left, right in pairs)
 
 
 def _read(copies: list[_Copy], progress: Progress | None) -> None:

@@ -135,13 +135,13 @@ class StoredState(OrderedDict[str, Any]):
         self._where = where
 
     @classmethod
-    def of(cls, directory: Directory, key: str, known: Callable[[str], bool]) -> StoredState:
+    def of(cls, directory: Directory, key: str, is_known: Callable[[str], bool]) -> StoredState:
         """The tensors under `key`.
 
         Args:
             directory: That holds them.
             key: Their parent.
-            known: Whether the model has an entry of a name: its value is read now if it is no tensor.
+            is_known: Whether the model has an entry of a name: its value is read now if it is no tensor.
         """
         by_name: dict[str, dict[str, tuple[Any, ...]]] = {}
         for flat, path in directory.paths(key).items():
@@ -154,7 +154,7 @@ class StoredState(OrderedDict[str, Any]):
                 state[name] = tensor
             else:
                 value = UnreadObject(directory, parts)
-                state[name] = value.read() if known(name) else value
+                state[name] = value.read() if is_known(name) else value
         return state
 
     def __reduce__(self) -> Any:

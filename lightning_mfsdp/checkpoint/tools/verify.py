@@ -241,8 +241,8 @@ def cover_problems(shape: tuple[int, ...], chunks: Sequence[Box]) -> list[str]:
     return problems
 
 
-def _overlap(one: Box, other: Box) -> bool:
+def _overlap(first: Box, second: Box) -> bool:
     return all(
-        start < other_start + other_size and other_start < start + size
-        for start, size, other_start, other_size in zip(*one, *other, strict=True)
+        start < second_start + second_size and second_start < start + size
+        for start, size, second_start, second_size in zip(*first, *second, strict=True)
     )

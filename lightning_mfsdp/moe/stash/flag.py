@@ -64,7 +64,7 @@ class OverflowFlag:
                 pool.note_asked()
             if self.capacity is not None:  # what is dropped from now on is part of the next query
                 self._needed = most[1]
-                self.capacity.found.zero_()
+                self.capacity.needed.zero_()
             self._ready = side.record()
         side.join(self._ready)  # a graph that is replayed next may use the same communicator
         self.is_submitted, self.was_read, self._unasked = True, False, ""

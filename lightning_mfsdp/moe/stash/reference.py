@@ -46,18 +46,18 @@ def place(pool: PagePool, header: Tensor, table: Tensor, live_rows: Tensor, capa
 
 def copy_in(pool: PagePool, header: Tensor, table: Tensor, rows: Tensor) -> None:
     """See `PageOps.copy_in`."""
-    found = _pages_of(pool, header, table)
-    if found is not None:
-        storage, where = found
+    pages = _pages_of(pool, header, table)
+    if pages is not None:
+        storage, where = pages
         storage[where] = rows[: len(where)]
 
 
 def copy_out(pool: PagePool, header: Tensor, table: Tensor, rows: Tensor) -> None:
     """See `PageOps.copy_out`."""
     rows.zero_()
-    found = _pages_of(pool, header, table)
-    if found is not None:
-        storage, where = found
+    pages = _pages_of(pool, header, table)
+    if pages is not None:
+        storage, where = pages
         rows[: len(where)] = storage[where]
 
 

@@ -36,9 +36,9 @@ def everyones(mine: Any) -> list[Any]:
     """Gather each rank's numbers. Collective, and the host waits: for the rare steps after which pages are allocated."""
     if not dist.is_initialized():
         return [mine]
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return found
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    return gathered
 
 
 def sized(config: StashConfig, steps: Sequence[Demands]) -> dict[PageKind, PoolSize]:
@@ -59,20 +59,20 @@ def grown(
     config: StashConfig, sizes: Mapping[PageKind, PoolSize], steps: Sequence[Demands]
 ) -> dict[PageKind, PoolSize]:
     """Pages of each kind after tensors found none in one of `steps`; never fewer than before."""
-    found = dict(sizes)
+    grown_sizes = dict(sizes)
     for kind in _kinds(steps):
         demands = [step.get(kind, Demand()) for step in steps]
         size, most = sizes.get(kind, PoolSize()), max(demand.most_wanted for demand in demands)
         if not any(demand.overflowed for demand in demands):
             continue
         if not size.pages:
-            found[kind] = _size(config, most)
+            grown_sizes[kind] = _size(config, most)
         elif not size.host_pages:
-            found[kind] = PoolSize(pages=max(size.pages, math.ceil(most * max(config.device_factor, 1.0))))
+            grown_sizes[kind] = PoolSize(pages=max(size.pages, math.ceil(most * max(config.device_factor, 1.0))))
         else:
             factor = max(most / (size.pages + size.host_pages), 1.0) * _LEAST_GROWTH
-            found[kind] = PoolSize(math.ceil(size.pages * factor), math.ceil(size.host_pages * factor))
-    return found
+            grown_sizes[kind] = PoolSize(math.ceil(size.pages * factor), math.ceil(size.host_pages * factor))
+    return grown_sizes
 
 
 def _kinds(steps: Sequence[Demands]) -> list[PageKind]:

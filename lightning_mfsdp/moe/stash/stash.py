@@ -262,7 +262,7 @@ class RowStash:
         """Context around handing the rows of a save to their reader."""
         rows.check()
         if self._bytes.has_grown:
-            self._bytes.keep(sum(one.nbytes for one in self._staying()))
+            self._bytes.keep(sum(save.nbytes for save in self._staying()))
         del self._outstanding[id(rows)]
         self._leave(rows)
         self._bytes.remove(rows.nbytes)
@@ -339,7 +339,7 @@ class RowStash:
         self._run = 0
         self._flag.clear()
         if self._flag.capacity is not None:
-            self._flag.capacity.found.zero_()
+            self._flag.capacity.needed.zero_()
         with self._side.fork():
             for pool in self._pools.values():
                 pool.reset()

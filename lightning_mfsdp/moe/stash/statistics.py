@@ -189,10 +189,10 @@ class Trace:
 
     def read(self) -> list[Occupancy]:
         """In order. Waits for the device."""
-        found = []
+        occupancies = []
         for layer, event, pool, counters in self._noted:
             count = counters.tolist()
-            found.append(
+            occupancies.append(
                 Occupancy(
                     layer=layer,
                     event=event,
@@ -204,4 +204,4 @@ class Trace:
                     host_pages=pool.size.host_pages,
                 )
             )
-        return found
+        return occupancies
