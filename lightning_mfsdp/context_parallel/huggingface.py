@@ -164,6 +164,13 @@ def _checked_base(name: str, model: Any, parallel: ContextParallel) -> str:
     """The attention implementation that the model has; a model that cannot be divided is refused."""
     for reason in _reasons(model, parallel):
         raise ShardingError(f"{name}: {reason}, so context > 1 cannot train it. Use context=1.")
+    for config in configurations(model.config) if parallel.method == "ulysses" else ():
+        heads = getattr(config, "num_attention_heads", None)
+        if isinstance(heads, int) and heads % parallel.size:
+            raise ShardingError(
+                f"{name}: its {heads} query heads cannot be divided over {parallel.size} context ranks, as context_method='ulysses' does. "
+                "Use context_method='auto' or 'gather', which divides no heads."
+            )
     implementations = sorted({str(_before(part.config)) for part in pretrained(model)})
     base = implementations[0]
     if len(implementations) > 1:
@@ -204,11 +211,6 @@ def _reasons(model: Any, parallel: ContextParallel) -> Iterator[str]:
         for kind in getattr(config, "layer_types", None) or ():
             if kind not in _LAYER_TYPES:
                 yield f"it has layers of type {kind!r}, and only {' and '.join(_LAYER_TYPES)} can be computed on parts of sequences"
-        heads = getattr(config, "num_attention_heads", None)
-        if parallel.method == "ulysses" and isinstance(heads, int) and heads % parallel.size:
-            yield (
-                f"its {heads} query heads cannot be divided over {parallel.size} context ranks (context_method='gather' divides no heads)"
-            )
     for path, part in model.named_modules():
         if isinstance(part, _CONVOLUTIONS):
             yield f"{path} ({type(part).__name__}) computes a token from its neighbors, which can be on another rank"

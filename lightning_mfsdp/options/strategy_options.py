@@ -225,7 +225,8 @@ class StrategyOptions(DeclaredOptions):
         warn_of_other_policies(module, precision.policy)
         if said := precision.policy_beside_precision():
             rank_zero_info(said)
-        rank_zero_info(describe_units(units(module), sum(view.main.numel() for view in sharded_parameters(module))))
+        trained = [view for view in sharded_parameters(module) if view.dtensor.requires_grad]
+        rank_zero_info(describe_units(units(module), sum(view.main.numel() for view in trained)))
 
     def _divide(self, module: nn.Module, mesh: RunMesh, device: torch.device) -> dict[nn.Module, DeviceMesh]:
         """Divide experts and weights, as far as the mesh has axes for them. Returns the mesh of each layer of experts."""

@@ -109,7 +109,7 @@ def _in_equal_parts(run: Sequence[nn.Module], most: int) -> list[list[nn.Module]
     return [list(run[start:stop]) for start, stop in pairwise(bounds)]
 
 
-def describe_units(views: Sequence[UnitView], num_owned: int) -> str:
+def describe_units(views: Sequence[UnitView], num_trained: int) -> str:
     """A table of units, equal ones in one line.
 
     Columns: name of the first, class, how many, and of each: parameters, MiB of weights that this rank keeps (main and compute weights),
@@ -118,7 +118,7 @@ def describe_units(views: Sequence[UnitView], num_owned: int) -> str:
 
     Args:
         views: The units of a root.
-        num_owned: Elements of main weights, and so of each optimizer state, on this rank.
+        num_trained: Elements of main weights that are trained, and so of each optimizer state, on this rank.
     """
     shows_padding = any(_has_much_padding(view) for view in views)
     rows: list[tuple[str, ...]] = [("unit", "class", "count", "parameters", "sharded MiB", "unsharded MiB", "padding")]
@@ -139,7 +139,7 @@ def describe_units(views: Sequence[UnitView], num_owned: int) -> str:
     kept = readable_bytes(sum(view.main_bytes + view.held_bytes for view in views))
     total = sum(view.num_parameters for view in views)
     head = (
-        f"mfsdp: {len(views)} unit{'s' * (len(views) != 1)}, {total:,} parameters; this rank keeps {kept} of weights and {num_owned:,} "
+        f"mfsdp: {len(views)} unit{'s' * (len(views) != 1)}, {total:,} parameters; this rank keeps {kept} of weights and {num_trained:,} "
         "elements of each optimizer state"
     )
     return "\n".join([head, *table_lines([row if shows_padding else row[:-1] for row in rows], right=range(2, 7))])

@@ -455,7 +455,8 @@ def test_models_that_cannot_be_divided_are_refused_by_name() -> None:
     assert (
         "context_method='gather' computes attn_implementation='sdpa', and the model has 'softcapped'" in told["gather"]
     )
-    assert "3 query heads cannot be divided over 2 context ranks (context_method='gather'" in told["heads"]
+    assert "3 query heads cannot be divided over 2 context ranks, as context_method='ulysses' does" in told["heads"]
+    assert "Use context_method='auto' or 'gather', which divides no heads" in told["heads"]
     assert "layers of type 'chunked_attention'" in told["layers"]
     assert "model.layers.1.conv (Conv1d) computes a token from its neighbors" in told["conv"]
     assert "model.layers.0.memory (GRU) carries a state along the sequence" in told["recurrent"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mfsdp.engine import UnitView
+from lightning_mfsdp.options import strategy_options
 from lightning_mfsdp.options.unit_selection import describe_units, join_blocks, select_units, validate_units
-from tests.lightning.models import Block, Classifier
+from tests.lightning.models import FOREIGN_WARNINGS, Block, Classifier, loader, make_trainer, seeded
 
 
 def names(root: nn.Module, units: Any = "auto") -> list[str]:
@@ -223,3 +225,17 @@ def test_the_table_shows_padding_only_of_units_that_have_much() -> None:
         "head    Linear      1  10,000,000         28.6              -     6.0%",
     ]
     assert describe_units(views[:1], 25).startswith("mfsdp: 1 unit, 50 parameters;")
+
+
+@pytest.mark.filterwarnings(*(f"ignore:{message}" for message in FOREIGN_WARNINGS))
+def test_the_announcement_counts_optimizer_state_of_trained_weights_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(strategy_options, "rank_zero_info", said.append)
+    model = seeded(Classifier)
+    model.requires_grad_(requires_grad=False)
+    model.inputs.requires_grad_()
+    trained = sum(parameter.numel() for parameter in model.inputs.parameters())
+    make_trainer(tmp_path, 1, max_steps=1).fit(model, loader(4))
+    assert f" {trained:,} elements of each optimizer state" in said[0]
