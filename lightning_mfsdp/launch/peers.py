@@ -6,8 +6,7 @@ messages, by their keys:
     stop      a rank received SIGTERM, or the signal that asks for a requeue. Rank 0 answers with `report`: all report which batch they
               have `begun` and begin none meanwhile. Rank 0 takes the largest, so that all `stop after` the same one
     failed    a rank has an exception. If all ranks have one, in the same place, they are `together` and may save. Otherwise (`apart`) all
-              learn which rank failed, and those that have no exception abort their communicators: no rank waits for collectives that
-              never end
+              learn which ranks failed, and abort their communicators: no rank waits for collectives that never end
     at work   rank 0 has begun or ended an entry point of the Trainer: all connections end with its process, so others judge by this
               whether it was killed
     leaving   the program of rank 0 ends without an error. Not every program reports that: `os._exit` runs no handlers

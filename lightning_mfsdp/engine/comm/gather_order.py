@@ -230,9 +230,8 @@ class GatherOrder:
         self._count = 0
         self._latest = (-1, "")
         self._agreed_on: list[str] = []  # keys of the last agreement
-        self._count_at_check = (
-            self._count_reported
-        ) = -1  # how many were begun when the thread last checked, and according to the store
+        self._count_at_check = -1  # how many gathers were begun when the thread last checked
+        self._count_reported = -1  # how many were begun, by this rank or further ones, according to the store
         self._peer_error = ""
 
     @classmethod
@@ -329,13 +328,8 @@ class GatherOrder:
         Another thread calls it every second.
         """
         count = self._count
-        if (
-            self.is_on
-            and count
-            and count == self._count_at_check
-            and not self.peer_error()
-            and self._count_reported < count
-        ):
+        is_stuck = self.is_on and count and count == self._count_at_check
+        if is_stuck and not self.peer_error() and self._count_reported < count:
             begun, _, _ = self._read("furthest").partition(" ")
             if begun and int(begun) >= count:
                 self._count_reported = count
