@@ -137,7 +137,7 @@ class _ToSequence(torch.autograd.Function):
 
 
 def _order(tensor: Tensor, heads: int, sequence: int) -> tuple[list[int], int]:
-    """Its dims as they are sent, `[S, B, H, D]`, and the place of H in them."""
+    """The dims of a tensor in the order in which it is sent, `[S, B, H, D]`, and the place of H in them."""
     others = [dim for dim in range(tensor.ndim) if dim not in (heads, sequence)]
     return [sequence, *others[:-1], heads, *others[-1:]], 1 + len(others[:-1])
 

@@ -33,7 +33,7 @@ class Pattern:
     reach: int | None = None
 
     def within(self, length: int) -> Pattern:
-        """The same in sequences of this length: a limit that no two tokens exceed is none."""
+        """The pattern in sequences of this length: a limit that no two tokens exceed is none."""
         return Pattern(causal=self.causal) if self.reach is not None and self.reach >= length - 1 else self
 
     def keys_of(self, start: int, stop: int, length: int) -> tuple[int, int]:

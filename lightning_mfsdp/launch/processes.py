@@ -136,7 +136,7 @@ class ProcessStrategy(ParallelStrategy):
         return self._stopping
 
     def on_train_start(self) -> None:
-        """From here on a signal on any rank stops all of them after the same batch."""
+        """Have a signal on any rank stop all of them after the same batch."""
         self._expect_signals(trains=True)
 
     def on_validation_start(self) -> None:

@@ -39,7 +39,7 @@ class Results:
 
 
 class Link:
-    """From a region to the one after it.
+    """What the region after another one keeps instead of the tensors that it was given by that one.
 
     Args:
         results: Of the region.

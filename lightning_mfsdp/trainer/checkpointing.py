@@ -255,7 +255,7 @@ class CheckpointingStrategy(ProcessStrategy):
 
     @property
     def _saves_in_background(self) -> bool:
-        """Not if nothing would wait for the end, nor if Lightning links to what does not exist yet: a kill would lose both."""
+        """Whether this save is written in the background: not if nothing would wait for its end, nor if Lightning links to it at once."""
         trainer = self._module.trainer
         links = any(isinstance(call, ModelCheckpoint) and call.save_last == "link" for call in trainer.callbacks)  # type: ignore[attr-defined]
         return self.async_save and not trainer.state.stopped and not links
@@ -338,7 +338,7 @@ class CheckpointingStrategy(ProcessStrategy):
 
     @property
     def _data_place(self) -> dict[str, int]:
-        """Of how many ranks with different batches this is which."""
+        """The number of ranks with different batches, and this rank's number among them."""
         place = self.distributed_sampler_kwargs
         return {"data_size": place["num_replicas"], "data_rank": place["rank"]}
 

@@ -138,7 +138,7 @@ class PendingGradients:
         self._at_first_step = at_first_step
 
     def rows(self) -> dict[str, Tensor]:
-        """Of all parameters that have a gradient, on this rank or elsewhere; optimizers skip the others. Collective."""
+        """The gradients of all parameters that have one, on this rank or elsewhere; optimizers skip the others. Collective."""
         reduce_pending(self._module)
         return {
             view.name: torch.zeros_like(view.main, dtype=view.local.grad_dtype)

@@ -46,7 +46,7 @@ class Last:
 
     @classmethod
     def of(cls, trainer: Trainer) -> Last | None:
-        """That of the first ModelCheckpoint, one with `save_last` if there is one; `None` if there is none, or nothing left to save."""
+        """The last checkpoint of the first ModelCheckpoint, one with `save_last` if there is one; `None` where nothing is to be saved."""
         if trainer.fast_dev_run or any(  # type: ignore[attr-defined]
             isinstance(saver, OnExceptionCheckpoint) for saver in trainer.checkpoint_callbacks
         ):
