@@ -10,12 +10,25 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 from tqdm.auto import tqdm
 
-__all__ = ["Progress", "progress_bar"]
+__all__ = ["ByteCount", "Progress", "progress_bar"]
 
 # Called with the bytes done and the total.
 Progress: TypeAlias = Callable[[int, int], object]
 
 BYTES_WORTH_A_BAR = 256 * 2**20  # less than this is done in a moment
+
+
+class ByteCount:
+    """Adds up bytes that are done, and reports them to `progress`, if there is one and anything to do."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress, self._done, self._total = progress, 0, total
+
+    def add(self, num_bytes: int) -> None:
+        """So many more are done."""
+        self._done += num_bytes
+        if self._progress is not None and self._total:
+            self._progress(self._done, self._total)
 
 
 @contextmanager

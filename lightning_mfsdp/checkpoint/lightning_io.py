@@ -29,13 +29,12 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import Optimizer
 
-from lightning_mfsdp.base.progress import Progress
+from lightning_mfsdp.base.progress import ByteCount, Progress
 from lightning_mfsdp.checkpoint.background import Staging
 from lightning_mfsdp.checkpoint.io.directory import Directory
 from lightning_mfsdp.checkpoint.io.location import META_FILE, MODULE_VERSIONS, TIED_WEIGHTS, Location
 from lightning_mfsdp.checkpoint.io.ranks import Ranks, on_all_ranks
-from lightning_mfsdp.checkpoint.io.read import CountingReads
-from lightning_mfsdp.checkpoint.io.write import CountingFile, CountingSavePlanner
+from lightning_mfsdp.checkpoint.io.write import CountingFile, CountingSavePlanner, tensor_bytes
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex
 from lightning_mfsdp.checkpoint.state.model import finish_model, known_names, plan_model
 from lightning_mfsdp.checkpoint.state.on_disk import Reads, StoredOptimizer, StoredState, tensors_under
@@ -279,11 +278,12 @@ class Loading:
                 for number, (state, optimizer) in enumerate(zip(states, optimizers, strict=False))
             ]
         reads.run(progress)
-        counting = CountingReads(progress, [state for state in states if not isinstance(state, StoredOptimizer)])
+        in_memory = [state for state in states if not isinstance(state, StoredOptimizer)]
+        loaded = ByteCount(progress, tensor_bytes(in_memory))
         for state, plan, optimizer in zip(states, plans, optimizers, strict=False):
             finish_optimizer(plan, optimizer)
             if not isinstance(state, StoredOptimizer):
-                counting.took(state)
+                loaded.add(tensor_bytes(state))
         missing = len(optimizers) - len(plans)
         if missing and (plans or self.lacks_optimizers):
             rank_zero_warn(

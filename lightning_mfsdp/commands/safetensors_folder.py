@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_mfsdp.base.progress import Progress
+from lightning_mfsdp.base.progress import ByteCount, Progress
 from lightning_mfsdp.checkpoint.io.trust import CheckpointError
 from lightning_mfsdp.checkpoint.tools.leaves import UnreadTensor, size_bytes
 from lightning_mfsdp.checkpoint.tools.summary import Summary, summarize_leaves
@@ -80,13 +80,12 @@ def verify_folder(path: Path, *, fast: bool = False, progress: Progress | None =
             verification.problems.append(str(error))
     verification.problems += _index_problems(path, {name: leaf.file.name for name, leaf in tensors})
     verification.tensors = len(tensors)
-    total = sum(size_bytes(leaf) for _, leaf in tensors)
+    verified = ByteCount(progress, sum(size_bytes(leaf) for _, leaf in tensors))
     for name, leaf in tensors if not fast else ():
         for piece in leaf.read():
             verification.count(name, piece)
             verification.read_bytes += piece.nbytes
-            if progress is not None:
-                progress(verification.read_bytes, total)
+            verified.add(piece.nbytes)
     return verification
 
 

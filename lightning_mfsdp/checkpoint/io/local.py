@@ -159,11 +159,11 @@ def put_in_place(path: Path) -> None:
     remove(_old_of(path))
 
 
-def exchange(path: Path, other_path: Path) -> bool:
+def exchange(first: Path, second: Path) -> bool:
     """Exchange two paths in one operation. Returns whether this system and file system support that."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     return renameat2 is not None and not renameat2(
-        -100, bytes(path), -100, bytes(other_path), 2
+        -100, bytes(first), -100, bytes(second), 2
     )  # AT_FDCWD, RENAME_EXCHANGE
 
 

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 from typing_extensions import override
 
-from lightning_mfsdp.base.progress import Progress
+from lightning_mfsdp.base.progress import ByteCount, Progress
 from lightning_mfsdp.checkpoint.io.trust import (
     WEIGHTS_ONLY,
     CheckpointError,
@@ -31,12 +31,10 @@ from lightning_mfsdp.checkpoint.io.trust import (
     refusal,
     refused_class,
 )
-from lightning_mfsdp.checkpoint.io.write import tensor_bytes
 
 __all__ = [
     "TABLE_OF_CONTENTS",
     "CountingLoadPlanner",
-    "CountingReads",
     "Reader",
     "file_problems",
     "name_of",
@@ -141,7 +139,7 @@ class CountingLoadPlanner(DefaultLoadPlanner):
         super().__init__()
         self._reader = reader
         self._progress = progress
-        self._done = self._total = 0
+        self._read = ByteCount(None, 0)
         self._values: dict[str, Any] = {}
 
     @override
@@ -172,39 +170,20 @@ class CountingLoadPlanner(DefaultLoadPlanner):
     @override
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         plan = super().finish_plan(new_plan)
-        self._total = sum(self._bytes_to_read(item) for item in plan.items)
-        self._advance(0)
+        self._read = ByteCount(self._progress, sum(self._bytes_to_read(item) for item in plan.items))
+        self._read.add(0)
         return plan
 
     @override
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         super().commit_tensor(read_item, tensor)
-        self._advance(self._bytes_to_read(read_item))
+        self._read.add(self._bytes_to_read(read_item))
 
     def _bytes_to_read(self, item: ReadItem) -> int:
         assert self.metadata is not None
         index: MetadataIndex = item.dest_index
         properties = getattr(self.metadata.state_dict_metadata[index.fqn], "properties", None)
         return math.prod(item.lengths) * properties.dtype.itemsize if properties is not None else 0
-
-    def _advance(self, count: int) -> None:
-        self._done += count
-        if self._progress is not None and self._total:
-            self._progress(self._done, self._total)
-
-
-class CountingReads:
-    """Reports to `progress`, if there is one, how much of `content` was loaded: the bytes of tensors of which this rank has its rows."""
-
-    def __init__(self, progress: Progress | None, content: Any) -> None:
-        self._progress = progress
-        self._done, self._total = 0, tensor_bytes(content)
-
-    def took(self, part: Any) -> None:
-        """A part of the content was read."""
-        self._done += tensor_bytes(part)
-        if self._progress is not None and self._total:
-            self._progress(self._done, self._total)
 
 
 def file_problems(present: Mapping[str, int], metadata: Metadata) -> dict[str, str]:

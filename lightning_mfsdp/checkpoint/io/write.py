@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from typing_extensions import override
 
-from lightning_mfsdp.base.progress import Progress
+from lightning_mfsdp.base.progress import ByteCount, Progress
 from lightning_mfsdp.checkpoint.io.ranks import root_of
 
 __all__ = ["COPY_AHEAD_BYTES", "CountingFile", "CountingSavePlanner", "Writer", "tensor_bytes"]
@@ -78,25 +78,20 @@ class CountingSavePlanner(DefaultSavePlanner):
     def __init__(self, progress: Progress | None) -> None:
         super().__init__()
         self._progress = progress
-        self._done = self._total = 0
+        self._written = ByteCount(None, 0)
 
     @override
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         plan = super().finish_plan(new_plan)
-        self._total = sum(map(_item_bytes, plan.items))
-        self._advance(0)
+        self._written = ByteCount(self._progress, sum(map(_item_bytes, plan.items)))
+        self._written.add(0)
         return plan
 
     @override
     def resolve_data(self, write_item: WriteItem) -> Any:
         data = super().resolve_data(write_item)
-        self._advance(_item_bytes(write_item))
+        self._written.add(_item_bytes(write_item))
         return data
-
-    def _advance(self, count: int) -> None:
-        self._done += count
-        if self._progress is not None and self._total:
-            self._progress(self._done, self._total)
 
 
 class CountingFile:

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from lightning_mfsdp.base.progress import Progress
+from lightning_mfsdp.base.progress import ByteCount, Progress
 from lightning_mfsdp.checkpoint.io.local import part_of, put_in_place, remove
 
 __all__ = [
@@ -141,12 +141,11 @@ class FolderWriter:
         self.folder = folder
         self.part = part_of(folder)
         self._files = files
-        self._progress = progress
         self._steps = iter([(file, number) for file in files for number in range(len(file.tensors))])
         self._file: BinaryIO | None = None
         self._begun = False
         self._total = sum(tensor.num_bytes for file in files for tensor in file.tensors)
-        self._done = 0
+        self._written = ByteCount(progress, self._total)
 
     def __enter__(self) -> FolderWriter:
         return self
@@ -187,9 +186,7 @@ class FolderWriter:
             self._file.flush()
             os.fsync(self._file.fileno())
             self._close()
-        self._done += planned.num_bytes
-        if self._progress is not None:
-            self._progress(self._done, self._total)
+        self._written.add(planned.num_bytes)
 
     def finish(self) -> list[Path]:
         """Write the index and move everything into place.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_mfsdp.base.progress import Progress, progress_bar
+from lightning_mfsdp.base.progress import ByteCount, Progress, progress_bar
 from lightning_mfsdp.checkpoint.io.ranks import on_all_ranks
 from lightning_mfsdp.checkpoint.safetensors.files import TensorInFile, open_file, tensors_in_files
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex, plain_name
@@ -157,7 +157,7 @@ def _equal(first: _Copy, second: _Copy) -> bool:
 
 
 def _read(copies: list[_Copy], progress: Progress | None) -> None:
-    done, total = 0, sum(copy.num_bytes for copy in copies)
+    read = ByteCount(progress, sum(copy.num_bytes for copy in copies))
     by_file: dict[Path, list[_Copy]] = {}
     for copy in copies:
         by_file.setdefault(copy.stored.file, []).append(copy)
@@ -166,6 +166,4 @@ def _read(copies: list[_Copy], progress: Progress | None) -> None:
             for copy in inside:
                 for target, values in copy.chunks(file):
                     target.copy_(values)
-                done += copy.num_bytes
-                if progress is not None:
-                    progress(done, total)
+                read.add(copy.num_bytes)

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp.base import compat
-from lightning_mfsdp.base.progress import Progress
+from lightning_mfsdp.base.progress import ByteCount, Progress
 from lightning_mfsdp.base.stand_in import StandIn
 from lightning_mfsdp.checkpoint.io.location import Location
-from lightning_mfsdp.checkpoint.io.read import CountingReads
+from lightning_mfsdp.checkpoint.io.write import tensor_bytes
 from lightning_mfsdp.checkpoint.state.dcp_shard import DcpShard
 from lightning_mfsdp.checkpoint.state.index import FullNames, ParameterIndex, plain_name
 from lightning_mfsdp.checkpoint.state.on_disk import Reads, UnreadObject
@@ -156,11 +156,11 @@ def finish_model(plan: ModelPlan, module: nn.Module, progress: Progress | None =
     Raises:
         RuntimeError: `load_state_dict` of the model found that names or shapes differ.
     """
-    counting = CountingReads(progress, [value for _, value in plan.copies])
+    copied = ByteCount(progress, tensor_bytes([value for _, value in plan.copies]))
     with torch.no_grad():
         for target, value in plan.copies:
             _copy(target, value)
-            counting.took(value)
+            copied.add(tensor_bytes(value))
     plan.copies.clear()
     for name, value in plan.handed.items():
         if isinstance(value, UnreadObject):

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from lightning_mfsdp.base.progress import Progress
+from lightning_mfsdp.base.progress import ByteCount, Progress
 from lightning_mfsdp.checkpoint.io.local import part_of, put_in_place, remove
 from lightning_mfsdp.checkpoint.io.location import META_FILE, MODULE_VERSIONS, TIED_WEIGHTS, beside
 from lightning_mfsdp.checkpoint.io.trust import CheckpointError
@@ -150,7 +150,7 @@ class _ReadingPlanner(DefaultSavePlanner):
 
     def __init__(self, progress: Progress | None, total: int) -> None:
         super().__init__()
-        self._progress, self._done, self._total = progress, 0, total
+        self._read = ByteCount(progress, total)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         value = self.state_dict[index.fqn]
@@ -158,9 +158,7 @@ class _ReadingPlanner(DefaultSavePlanner):
             assert index.offset is not None, "chunks of tensors have a place"
             value = value.read(index.offset)
         if isinstance(value, Tensor):
-            self._done += value.nbytes
-            if self._progress is not None:
-                self._progress(self._done, self._total)
+            self._read.add(value.nbytes)
         return value
 
 
@@ -189,12 +187,10 @@ class _Assembly:
 
     def fill(self, progress: Progress | None) -> None:
         """Read all of them. Nothing that stays is allocated meanwhile, so the allocator can use the memory of one piece for the next."""
-        done, total = 0, sum(size_bytes(leaf) for leaf, _ in self._tensors)
+        read = ByteCount(progress, sum(size_bytes(leaf) for leaf, _ in self._tensors))
         for leaf, tensor in self._tensors:
-            for size in leaf.read_into(tensor):
-                done += size
-                if progress is not None:
-                    progress(done, total)
+            for num_bytes in leaf.read_into(tensor):
+                read.add(num_bytes)
 
 
 def _completed(rest: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from lightning_mfsdp.base.progress import Progress
+from lightning_mfsdp.base.progress import ByteCount, Progress
 from lightning_mfsdp.checkpoint.io.local import LocalLocation
 from lightning_mfsdp.checkpoint.io.location import META_FILE
 from lightning_mfsdp.checkpoint.io.read import file_problems
@@ -134,7 +134,7 @@ def _verify_pieces(
         )
     ]
     places = [stored.place(index) for *_, index in pieces]
-    total, done = sum(place.length for place in places if place is not None), 0
+    verified = ByteCount(progress, sum(place.length for place in places if place is not None))
     for (leaf_path, leaf, index), place in zip(pieces, places, strict=True):
         if place is None or (not fast and place.relative_path not in bad_files):
             try:
@@ -147,9 +147,7 @@ def _verify_pieces(
             except CheckpointError as error:
                 verification.problems.append(str(error))
         if place is not None and not fast:
-            done += place.length
-            if progress is not None:
-                progress(done, total)
+            verified.add(place.length)
 
 
 def _verify_file(path: Path, fast: bool, trust: bool, progress: Progress | None) -> Verification:
@@ -163,13 +161,12 @@ def _verify_file(path: Path, fast: bool, trust: bool, progress: Progress | None)
         return verification
     tensors = {flat_name(leaf_path): leaf for leaf_path, leaf in leaves.items() if isinstance(leaf, Tensor)}
     verification.tensors = len(tensors)
-    total = sum(map(size_bytes, tensors.values()))
+    verified = ByteCount(progress, sum(map(size_bytes, tensors.values())))
     for name, tensor in tensors.items() if not fast else ():
         for piece in rows_in_pieces(tensor):
             verification.count(name, piece)
             verification.read_bytes += piece.nbytes
-            if progress is not None:
-                progress(verification.read_bytes, total)
+            verified.add(piece.nbytes)
     return verification
 
 
