@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.graph import Node
 from torch.distributed import init_device_mesh
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -77,13 +78,13 @@ def poisoned() -> Iterator[None]:
 def counted() -> Iterator[list[int]]:
     """Which tensors of their layouts layers wrote themselves."""
     written: list[int] = []
-    add = DirectWrites.add
+    open_memory = DirectWrites.open
 
-    def count(self: DirectWrites, index: int, left: torch.Tensor, right: torch.Tensor) -> None:
+    def count(self: DirectWrites, index: int, accumulator: Node) -> tuple[torch.Tensor, bool]:
         written.append(index)
-        add(self, index, left, right)
+        return open_memory(self, index, accumulator)
 
-    with mock.patch.object(DirectWrites, "add", count):
+    with mock.patch.object(DirectWrites, "open", count):
         yield written
 
 

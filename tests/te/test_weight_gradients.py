@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mfsdp.engine import EngineStateError, MixedPrecisionPolicy, fully_shard, no_sync, sharded_parameters
-from lightning_mfsdp.engine.core.gradients import DirectWrites
 from lightning_mfsdp.engine.core.group import owner_of
 from lightning_mfsdp.engine.features.direct_gradients import gradient_memory
+from lightning_mfsdp.te import weight_gradients
 from lightning_mfsdp.te.weight_gradients import fuse_weight_gradients
 from tests.engine.test_direct import poisoned
 from tests.engine.worlds import by_world, check
@@ -100,16 +100,15 @@ class Net(nn.Module):
 def watched() -> Iterator[Counter]:
     """How often layers got memory of the buffer (`True`: to overwrite), and how often memory beside it."""
     seen: Counter = Counter()
-    original = DirectWrites.memory
 
-    def memory(self: DirectWrites, index: int, *, overwrites: bool) -> tuple[Tensor, bool]:
-        found = original(self, index, overwrites=overwrites)
+    def memory(weight: Tensor, *, overwrites: bool) -> tuple[Tensor, bool]:
+        found = gradient_memory(weight, overwrites=overwrites)
         seen["beside" if found[1] else overwrites] += 1
         if found[1]:
             found[0].fill_(torch.nan)
         return found
 
-    with mock.patch.object(DirectWrites, "memory", memory):
+    with mock.patch.object(weight_gradients, "gradient_memory", memory):
         yield seen
 
 

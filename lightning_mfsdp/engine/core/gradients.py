@@ -209,10 +209,11 @@ class Gradients:
         frozen_since: Parameters of which a gradient was held back before they were frozen; it is still reduced. The same on all ranks.
         undecided: Parameters that were reduced and that this rank did not use: other ranks decide whether they have a gradient (usage.py).
         zeroed: Parameters that this rank did not use and that got zeros in the last reduction, whatever other ranks did.
-        writes: Gradients that layers write themselves.
+        writes: Gradients that layers have written themselves and that were not taken yet; `None` where there are none.
         is_late: There were gradients before this backward was noticed, so what else it brings cannot be told from them.
         is_used_outside: A parameter was used by itself, outside of forwards: at any time gradients may come that autograd does not tell of.
-        outside: Whole gradients, by index, of parameters that were used outside of a forward (outside.py).
+        outside: Whole gradients, by index, that neither autograd nor a layer put where it belongs: of parameters that were used outside of
+            a forward (outside.py), and of layers that overwrite (direct_gradients.py).
     """
 
     def __init__(self, owner: ParameterGroup) -> None:
@@ -224,7 +225,7 @@ class Gradients:
         self.frozen_since: set[int] = set()
         self.undecided: list[int] = []
         self.zeroed: frozenset[int] = frozenset()
-        self.writes = DirectWrites()
+        self.writes: DirectWrites | None = None
         self.is_late = False
         self.is_used_outside = False
         self.outside: dict[int, Tensor] = {}
@@ -270,12 +271,13 @@ class Gradients:
         for entry in self._entries:  # a generator costs host time, in every unit
             if entry.full.grad is not None:
                 return True
-        return bool(self.outside) or self.writes.target is not None
+        return bool(self.outside) or self.writes is not None
 
     def begin_backward(self) -> None:
         """A backward begins, or is noticed."""
         self.is_late = self.has_news
-        self.writes.ran.clear()
+        if self.writes is not None:
+            self.writes.ran.clear()
 
     def are_complete(self) -> bool:
         """Whether the backward that is running will bring no further gradient: of what it reaches, all have come.
@@ -284,9 +286,10 @@ class Gradients:
         """
         if self.is_late or self.is_used_outside:
             return False
+        ran = () if self.writes is None else self.writes.ran
         for index, entry in enumerate(self._entries):
             full = entry.full
-            if full.grad is None and full.requires_grad and index not in self.writes.ran and compat.accumulates(full):
+            if full.grad is None and full.requires_grad and index not in ran and compat.accumulates(full):
                 return False
         return True
 
@@ -328,12 +331,7 @@ class Gradients:
 
     def begin_anew(self) -> bool:
         """Recreate `main` when the next gradient arrives, perhaps in another dtype. `False`: gradients are held back, so it stays."""
-        if (
-            self.held_back is not Sync.ALL
-            or self.is_accumulating
-            or self.holds_bucket
-            or self.writes.target is not None
-        ):
+        if self.held_back is not Sync.ALL or self.is_accumulating or self.holds_bucket or self.writes is not None:
             return False
         self._main = None
         return True
@@ -419,44 +417,45 @@ class Gradients:
         self.frozen_since.clear()
         self._local = self._partial = self._unused = None
         self.undecided = []
-        self.writes.end()
+        self._end_writes()
 
-    def begin_writes(self, sync: Sync, *, wanted: bool) -> None:
-        """Choose where layers write in this backward, if none has written yet: `local`, or the bucket if that is reduced as it is.
+    def begin_writes(self, sync: Sync) -> DirectWrites:
+        """Where layers write in this backward: `local`, or the bucket if that is reduced as it is."""
+        if self.writes is None:
+            if self.is_alone:
+                target = self._empty_main() or self._full_size()
+            elif self._local is None and self.communicates(sync):
+                target = self._open_bucket()
+            else:
+                target = self._local or self._open_local()
+            self.writes = DirectWrites(target, is_new=target is not self._local)
+        return self.writes
 
-        Gradients that are not needed go to memory of their own.
-        """
-        if self.writes.target is not None:
-            return
-        if not wanted:
-            self.writes.begin(self._full_size(), is_new=True)
-        elif self.is_alone:
-            self.writes.begin(self._empty_main() or self._full_size(), is_new=True)
-        elif self._local is None and self.communicates(sync):
-            self.writes.begin(self._open_bucket(), is_new=True)
-        else:
-            is_new = self._local is None
-            if self._local is None:
-                self._local = self._open_local()
-            self.writes.begin(self._local, is_new=is_new)
+    def _end_writes(self) -> tuple[FlatBuffer | None, frozenset[int]]:
+        """Where layers have written, and which tensors of it are defined, if not all are."""
+        writes, self.writes = self.writes, None
+        return (None, frozenset()) if writes is None else (writes.target, writes.end())
 
     def accumulate(self) -> None:
         """Add the gradients of this backward to `local`."""
         grads = self._take()
-        assert self.writes.target in (None, self._local), "layers write where this backward keeps its gradients"
-        first = self._local is None or self.writes.is_new
         self._note_use(grads)
-        written = self.writes.end()
+        target, written = self._end_writes()
+        is_first = self._local is None
         if self._local is None:
-            if all(grad is None for grad in grads):
+            if target is None and all(grad is None for grad in grads):
                 return
-            self._local = self._open_local()
-        copy_or_add(self._local, grads, overwrite=first, written=written)
+            self._local = target or self._open_local()
+        copy_or_add(self._local, grads, overwrite=is_first, written=written)
 
     def collect_alone(self, *, zeros_unused: bool) -> None:
         """One rank: no bucket and no communication. A parameter without a gradient keeps none, as in plain PyTorch, or gets zeros."""
-        target = self.writes.target
-        grads = self.writes.with_those_of_autograd(self._take())
+        grads = self._take()
+        target, written = self._end_writes()
+        for index in written:
+            assert target is not None, "something was written"
+            grad, view = grads[index], target.views[index]
+            grads[index] = view if grad is None else view.add_(grad)
         adds = self._open_main(target)
         main = self.main
         main.is_news = True
@@ -486,7 +485,7 @@ class Gradients:
         adds = self._open_main()
         local, self._local = self._local, None
         self._note_use(grads)
-        target, written = self.writes.target, self.writes.end()
+        target, written = self._end_writes()
         if local is None and target is not None:
             return Filling(grads, None, target, adds, written)
         if local is not None and local.dtype == self._comm_dtype:
@@ -541,7 +540,8 @@ class Gradients:
         missing = {index for index, grad in enumerate(grads) if grad is None}
         if missing:
             missing &= self._wanted()
-            missing -= self.writes.written
+            if self.writes is not None:
+                missing -= self.writes.written
         self._unused = missing if self._unused is None else self._unused & missing
 
     # -- memory of the cells -------------------------------------------------------------------------------------------
@@ -845,114 +845,36 @@ def accumulate_segments(target: FlatBuffer, addend: FlatBuffer) -> None:
 
 
 class DirectWrites:
-    """What layers wrote into a full-size buffer since the last reduction.
+    """Gradients that layers wrote into a full-size buffer since the last reduction.
 
     Attributes:
-        target: The buffer; `None` if nothing was written.
+        target: The buffer.
         is_new: Its other cells are undefined.
         written: Which tensors of the layout were written.
         ran: Those of them of which this backward brings no further gradient.
     """
 
-    def __init__(self) -> None:
-        self.target: FlatBuffer | None = None
-        self.is_new = False
+    def __init__(self, target: FlatBuffer, *, is_new: bool) -> None:
+        self.target, self.is_new = target, is_new
         self.written: set[int] = set()
         self.ran: set[int] = set()
         self._handles: list[RemovableHandle] = []
-        self._beside: list[tuple[Tensor, Tensor]] = []
 
-    def begin(self, target: FlatBuffer, *, is_new: bool) -> None:
-        """Gradients go to `target` from now on; with `is_new` it holds nothing yet."""
-        self.target, self.is_new = target, is_new
+    def open(self, index: int, accumulator: Node) -> tuple[Tensor, bool]:
+        """Where a layer writes the gradient of a tensor of the layout, and whether that is undefined memory, to overwrite.
 
-    def await_last(self, index: int, accumulator: Node) -> None:
-        """Note when the node runs at which all gradients of a tensor of the layout would have been accumulated."""
-        if index not in self.written:
-            self._handles.append(accumulator.register_hook(lambda *_: self.ran.add(index)))
-
-    def add(self, index: int, left: Tensor, right: Tensor) -> None:
-        """Write, or add, the product `left @ right` as the gradient of a tensor of the layout."""
-        assert self.target is not None, "begin() comes first"
-        view = self.target.views[index]
-        if self.is_new and index not in self.written:
-            _product_into(view, left, right)
-        else:
-            _add_product(view, left, right)
-        self.written.add(index)
-
-    def memory(self, index: int, *, overwrites: bool) -> tuple[Tensor, bool]:
-        """Where a layer is to write the gradient of a tensor of the layout, and whether that is memory outside the buffer.
-
-        What is outside is added later, so overwriting never destroys earlier gradients.
+        Args:
+            index: Of the tensor.
+            accumulator: The node at which autograd would accumulate its gradients. When that runs, this backward brings no more of them.
         """
-        assert self.target is not None, "begin() comes first"
-        self._add_beside()
-        view = self.target.views[index]
-        is_first = self.is_new and index not in self.written
-        self.written.add(index)
-        if overwrites and not is_first:
-            self._beside.append((view, torch.empty_like(view)))
-            return self._beside[-1][1], True
-        if is_first and not overwrites:
-            view.zero_()
-        return view, False
-
-    def pieces(self) -> dict[int, Tensor]:
-        """What was written and is not reduced yet, by tensor of the layout."""
-        if self.target is None:
-            return {}
-        self._add_beside()
-        views = self.target.views
-        return {index: views[index] for index in sorted(self.written)}
-
-    def _add_beside(self) -> None:
-        """Add what layers wrote outside the buffer since."""
-        for view, piece in self._beside:
-            view.add_(piece)
-        self._beside.clear()
-
-    def with_those_of_autograd(self, grads: list[Tensor | None]) -> list[Tensor | None]:
-        """Forget the buffer; returns the gradients that autograd left along with those that layers wrote, in the buffer's memory."""
-        target = self.target
-        for index in sorted(self.end()):
-            assert target is not None, "something was written"
-            late, view = grads[index], target.views[index]
-            grads[index] = view if late is None else view.add_(late)
-        return grads
+        is_first = index not in self.written
+        if is_first:
+            self.written.add(index)
+            self._handles.append(accumulator.register_hook(lambda *_: self.ran.add(index)))
+        return self.target.views[index], is_first and self.is_new
 
     def end(self) -> frozenset[int]:
-        """Forget the buffer; returns which tensors' cells of a new one are defined."""
-        if self._beside:
-            self._add_beside()
-        written = frozenset(self.written) if self.is_new else frozenset()
-        self.target, self.is_new = None, False
-        if self.written:
-            self.written.clear()
-            self.ran.clear()
-            for handle in self._handles:
-                handle.remove()
-            self._handles.clear()
-        return written
-
-
-def _product_into(view: Tensor, left: Tensor, right: Tensor) -> None:
-    if view.dtype is left.dtype:
-        torch.mm(left, right, out=view)
-    elif _has_wide_product(view, left):
-        torch.mm(left, right, out_dtype=view.dtype, out=view)
-    else:
-        view.copy_(left @ right)
-
-
-def _add_product(view: Tensor, left: Tensor, right: Tensor) -> None:
-    if view.dtype is left.dtype:
-        view.addmm_(left, right)
-    elif _has_wide_product(view, left):
-        torch.addmm(view, left, right, out_dtype=view.dtype, out=view)
-    else:
-        view.add_(left @ right)
-
-
-def _has_wide_product(view: Tensor, left: Tensor) -> bool:
-    return view.is_cuda and view.dtype is torch.float32 and left.dtype in (torch.bfloat16, torch.float16)
+        """Stop watching the backward; returns which tensors' cells of a new buffer are defined."""
+        for handle in self._handles:
+            handle.remove()
+        return frozenset(self.written) if self.is_new else frozenset()

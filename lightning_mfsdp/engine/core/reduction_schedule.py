@@ -76,11 +76,10 @@ class ReductionSchedule:
 
     def required_writes(self, gradients: Gradients) -> DirectWrites:
         """Where a layer writes gradients of a group in this backward that it cannot leave to autograd."""
-        if gradients.writes.target is None:
+        if gradients.writes is None:
             while self._is_on_its_way(gradients):
                 self._retire()
-            gradients.begin_writes(self.sync, wanted=not self.is_idle)
-        return gradients.writes
+        return gradients.begin_writes(self.sync)
 
     def in_order(self, units: Sequence[Unit]) -> list[Unit]:
         """A root's units in the order they are reduced."""
@@ -221,11 +220,9 @@ class ReductionSchedule:
 
     def finish(self, units: Sequence[Unit]) -> None:
         """The last node of a backward has run: reduce what is missing, and wait on the compute stream."""
-        groups = [group for unit in units for group in unit.groups]
         if self.is_idle:
-            for group in groups:
-                group.gradients.writes.end()  # gradients of layers that write in every backward
             return
+        groups = [group for unit in units for group in unit.groups]
         for reference in self._order[self._turn :]:
             unit = reference()
             if unit is not None:

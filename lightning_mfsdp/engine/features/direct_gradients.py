@@ -140,9 +140,31 @@ def _write(weight: Tensor | None, left: Tensor, right: Tensor) -> bool:
     writes = context.reductions.writes(group.gradients)
     if writes is None:
         return False
-    writes.await_last(index, compat.accumulator_of(weight))
-    writes.add(index, left, right)
+    view, is_first = writes.open(index, compat.accumulator_of(weight))
+    (_write_product if is_first else _add_product)(view, left, right)
     return True
+
+
+def _write_product(view: Tensor, left: Tensor, right: Tensor) -> None:
+    if view.dtype is left.dtype:
+        torch.mm(left, right, out=view)
+    elif _has_wide_product(view, left):
+        torch.mm(left, right, out_dtype=view.dtype, out=view)
+    else:
+        view.copy_(left @ right)
+
+
+def _add_product(view: Tensor, left: Tensor, right: Tensor) -> None:
+    if view.dtype is left.dtype:
+        view.addmm_(left, right)
+    elif _has_wide_product(view, left):
+        torch.addmm(view, left, right, out_dtype=view.dtype, out=view)
+    else:
+        view.add_(left @ right)
+
+
+def _has_wide_product(view: Tensor, left: Tensor) -> bool:
+    return view.is_cuda and view.dtype is torch.float32 and left.dtype in (torch.bfloat16, torch.float16)
 
 
 def gradient_memory(weight: Tensor, *, overwrites: bool) -> tuple[Tensor, bool]:
@@ -167,11 +189,19 @@ def gradient_memory(weight: Tensor, *, overwrites: bool) -> tuple[Tensor, bool]:
             "module that fully_shard was given alive until the backward is done"
         )
     group, index = place
-    if not (group.entries[index].is_trained and compat.accumulates(weight)):
-        return torch.zeros(
-            weight.shape, dtype=group.policy.sum_dtype(group.spec.main_dtype), device=group.device
-        ), False  # it is not needed
-    context.begin_backward()
-    writes = context.reductions.required_writes(group.gradients)
-    writes.await_last(index, compat.accumulator_of(weight))
-    return writes.memory(index, overwrites=overwrites)
+    is_needed = group.entries[index].is_trained and compat.accumulates(weight)
+    if is_needed:
+        context.begin_backward()
+    if not is_needed or context.reductions.is_idle:
+        dtype = group.policy.sum_dtype(group.spec.main_dtype)
+        return torch.zeros(weight.shape, dtype=dtype, device=group.device), False
+    gradients = group.gradients
+    view, is_first = context.reductions.required_writes(gradients).open(index, compat.accumulator_of(weight))
+    if is_first:
+        return view if overwrites else view.zero_(), False
+    if not overwrites:
+        return view, False
+    earlier, gradients.outside[index] = gradients.outside.get(index), torch.empty_like(view)
+    if earlier is not None:
+        view.add_(earlier)
+    return gradients.outside[index], True

@@ -259,8 +259,12 @@ class GradientWatch:
                 if start is None:
                     continue
                 self._note(start, [_plain(entry.full.grad) if entry.is_trained else None for entry in group.entries])
-                if written := group.gradients.writes.pieces():
-                    self._note(start, [written.get(index) for index in range(len(group.entries))])
+                writes, outside = group.gradients.writes, group.gradients.outside
+                if writes is not None:
+                    views = enumerate(writes.target.views)
+                    self._note(start, [view if index in writes.written else None for index, view in views])
+                if outside:
+                    self._note(start, [outside.get(index) for index in range(len(group.entries))])
 
     def _note(self, start: int, grads: Sequence[Tensor | None]) -> None:
         """Keep the largest absolute value of each; NaN is larger than anything."""
