@@ -187,9 +187,9 @@ def a_unit_whose_call_is_hidden_is_reduced_once(rank, world):
         plain = nn.Linear(8, 8)
         prepare, prepared = reduced.Gradients.prepare, []
 
-        def counted(gradients, prepare=prepare, prepared=prepared):
+        def counted(gradients, *reached, prepare=prepare, prepared=prepared):
             prepared.append(gradients)
-            return prepare(gradients)
+            return prepare(gradients, *reached)
 
         x = inputs(0)
         with mock.patch.object(reduced.Gradients, "prepare", counted):

@@ -53,17 +53,15 @@ class Expected:
         waiting: What earlier backwards held back, reduced.
         is_used: Whether any rank used a parameter since the last reduction.
         reached: How far what waits was reduced.
-        has_local: Whether this rank has something in `local`.
-        has_partial: Whether this rank has something in `partial`.
-        changed: Whose gradient was cleared or replaced since the last backward. If all were, the next one empties both cells.
+        shards: How many shards of each gradient this rank keeps until they are reduced over all axes.
+        changed: Whose gradient was cleared or replaced since the last backward. If all were, the next one drops what waits.
     """
 
     main: list[Tensor | None] = field(default_factory=lambda: [None] * len(SHAPES))
     waiting: list[Tensor] = field(default_factory=lambda: [torch.zeros(shape) for shape in SHAPES])
     is_used: list[bool] = field(default_factory=lambda: [False] * len(SHAPES))
     reached: Sync = Sync.ALL
-    has_local: bool = False
-    has_partial: bool = False
+    shards: int = 0
     changed: set[int] = field(default_factory=set)
 
     def reduce(self) -> None:
@@ -78,7 +76,7 @@ class Expected:
         """Nothing waits any more."""
         self.waiting = [torch.zeros(shape) for shape in SHAPES]
         self.is_used = [False] * len(SHAPES)
-        self.reached, self.has_local, self.has_partial = Sync.ALL, False, False
+        self.reached, self.shards = Sync.ALL, 0
         self.changed.clear()
 
     def clear(self, index: int, value: Tensor | None = None) -> None:
@@ -90,7 +88,7 @@ class Expected:
     def begin(self) -> None:
         """A backward begins."""
         if len(self.changed) == len(SHAPES):
-            self.has_local = self.has_partial = False
+            self.shards = 0
         self.changed.clear()
 
 
@@ -104,7 +102,7 @@ class Machine:
             mesh = init_device_mesh("cpu", (outer, world // outer), mesh_dim_names=("outer", "shard"))
         self.model: Any = fully_shard(Products(), mesh, sharding=sharding)
         (group,) = context(self.model).groups
-        self.gradients = group.gradients
+        self.gradients, self.full, self.inner = group.gradients, group.full_extent, group.inner_extent
         self.outer = outer
         self.shards_gradients = sharding not in ("no_shard", "optim")
         self.expected = Expected()
@@ -139,15 +137,16 @@ class Machine:
         if self.world == 1 or sync is Sync.ALL or (communicates and self.outer == 1):
             one.reduce()
         elif communicates:
-            one.reached, one.has_local, one.has_partial = Sync.SHARD, False, True
+            one.reached, one.shards = Sync.SHARD, len(self.inner)
         else:
             one.reached = Sync.NONE
-            one.has_local |= bool(drawn[self.rank])
+            if drawn[self.rank]:
+                one.shards = len(self.full)
 
     def begins_pass(self) -> None:
         """A forward whose backward does not come."""
         self.model({}, torch.ones(()))
-        assert not self.gradients.holds_bucket
+        assert self.gradients.bucket_bytes == 0 or self.expected.shards == len(self.full)
         if all(grad is None for grad in self.expected.main) and self.expected.reached is Sync.ALL:
             assert not self.gradients.is_open, "nothing is there, and no memory"
 
@@ -190,9 +189,9 @@ class Machine:
         one, gradients = self.expected, self.gradients
         assert gradients.held_back is one.reached
         if not one.changed:  # else the next backward empties cells
-            assert (gradients._local is not None) == one.has_local
-            assert (gradients._partial is not None) == one.has_partial
-        assert not gradients.holds_bucket
+            waiting = gradients._waiting
+            assert (0 if waiting is None else len(waiting.extent)) == one.shards
+            assert gradients.bucket_bytes == 0 or one.shards == len(self.full)
         if one.reached is Sync.ALL:
             self.look()
 

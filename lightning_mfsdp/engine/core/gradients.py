@@ -1,22 +1,25 @@
 """Gradients: those of one group, from what autograd left to what the optimizer steps with.
 
     cell      extent and dtype                                      full while
-    local     everything; main gradient dtype                       `no_sync` keeps microbatches that were not reduced
+    waiting   everything, or the inner shard; main gradient dtype   `no_sync` keeps microbatches that were not reduced, or over the shard
+                                                                    axis alone, where the outer axis waits for the last microbatch
     bucket    everything; communication dtype                       a reduction is under way
-    partial   the inner shard; main gradient dtype                  the outer axis waits for the last microbatch
     main      this rank's rows; main gradient dtype                 some `.grad` is set: what that is made of
 
 A backward moves gradients from autograd, and from layers that write them directly (`DirectWrites`), into the cells:
 
-    synchronized     from                                  to
-    nothing          autograd                              local
-    shard axis       autograd + local                      bucket, reduced and added to partial
-    both axes        autograd + local                      bucket, reduced, with partial reduced over the outer axis, and added to main
-    one rank         autograd                              main, without a bucket
+    synchronized     from                                           to
+    nothing          autograd                                       waiting, everything
+    shard axis       autograd + waiting                             bucket, reduced over the shard axis into waiting
+    both axes        autograd + waiting                             bucket, reduced and added to main
+    one rank         autograd                                       main, without a bucket
 
-All four may be full at once. A cell is copied to where it was empty and added to otherwise, and `.grad` alone says whether `main` is empty:
-so nothing is added to itself, and nothing is reduced twice. What the user cleared, replaced or wrote is read back from `.grad` before
-anything is added. `local` and `partial` may lie in the memory of `main` while that is empty; they leave it before it is filled.
+What waits joins a reduction where it is as far: everything before the reduction over the shard axis, a shard after it. A microbatch that is
+not reduced at all joins a shard that waits once that is unreduced again: each rank brings its shard, and zeros for the others.
+
+A cell is copied to where it was empty and added to otherwise, and `.grad` alone says whether `main` is empty: so nothing is added to
+itself, and nothing is reduced twice. What the user cleared, replaced or wrote is read back from `.grad` before anything is added. What
+waits may lie in the memory of `main` while that is empty, which it leaves before `main` is filled, or in that of the bucket.
 
 Memory exists only while it is needed, that of `main` from backward until all `.grad` were cleared and the next forward begins. All of it is
 allocated on the compute stream, where activations have just made room: memory allocated on the reduce stream would be reserved for that
@@ -181,10 +184,20 @@ class MainGradient:
             compat.foreach_copy_(self.of_optimizer.segments, self.buffer.segments)
         self.is_news = False
 
-    def show(self, indices: Sequence[int]) -> None:
-        """Set `.grad` of some parameters to views of it."""
-        for index in indices:
-            self._locals[index].grad = self.views[index]
+    def set_aside(self) -> list[Tensor]:
+        """A copy of it before a replayed graph overwrites it, which leaves zeros; nothing where no `.grad` is set."""
+        if not self.is_shown:
+            return []
+        self.read_back()
+        aside = [segment.clone() for segment in self.buffer.segments]
+        compat.foreach_zero_(self.buffer.segments)  # a single rank writes only gradients that exist
+        return aside
+
+    def add(self, aside: list[Tensor]) -> None:
+        """Add what `set_aside` returned to what was written since."""
+        compat.foreach_add_(self.buffer.segments, aside)
+        self.is_news = True
+        self.convert()
 
     def _references(self) -> int:
         """How many references there are to what `.grad` shows: Python objects, and tensors that share their memory."""
@@ -236,12 +249,10 @@ class Gradients:
         self._comm_dtype, self._dtype = policy.wire_dtype(main_dtype), policy.sum_dtype(main_dtype)
         self._factor = policy.reduction_factor(owner.mesh.num_ranks)
         self._precise = policy.high_precision_reduce
-        self._local: FlatBuffer | None = None  # of this rank, not reduced yet
-        self._partial: FlatBuffer | None = None  # reduced over the shard axis alone
+        self._waiting: FlatBuffer | None = None  # not reduced where its extent is full, else over the shard axis
         self._main: MainGradient | None = None  # reduced over all axes: what optimizers read
         # Made once; it has memory from filling until its reduction is retired.
         self._bucket: tuple[Slot, FlatBuffer] | None = None
-        self._memory_of_local: FlatBuffer | None = None  # stays where gradients are placed whole
         self._stand_ins: list[HeldBackGradient] = []  # shown as `.grad` while gradients are held back
         self._behind: dict[int, Tensor | None] = {}  # `.grad` from before a stand-in was shown, by index
         self._unused: set[int] | None = None  # by this rank since the last reduction; `None`: no backward has come
@@ -277,7 +288,7 @@ class Gradients:
         """A backward begins, or is noticed."""
         self.is_late = self.has_news
         if self.writes is not None:
-            self.writes.ran.clear()
+            self.writes.complete.clear()
 
     def are_complete(self) -> bool:
         """Whether the backward that is running will bring no further gradient: of what it reaches, all have come.
@@ -286,10 +297,10 @@ class Gradients:
         """
         if self.is_late or self.is_used_outside:
             return False
-        ran = () if self.writes is None else self.writes.ran
+        written = () if self.writes is None else self.writes.complete
         for index, entry in enumerate(self._entries):
             full = entry.full
-            if full.grad is None and full.requires_grad and index not in ran and compat.accumulates(full):
+            if full.grad is None and full.requires_grad and index not in written and compat.accumulates(full):
                 return False
         return True
 
@@ -300,30 +311,21 @@ class Gradients:
     @property
     def is_accumulating(self) -> bool:
         """Whether there are gradients that were not reduced over all axes."""
-        return self._local is not None or self._partial is not None
-
-    @property
-    def holds_bucket(self) -> bool:
-        """Whether the bucket's memory is allocated."""
-        return self._bucket is not None and self._bucket[0].is_allocated
+        return self._waiting is not None
 
     @property
     def bucket_bytes(self) -> int:
-        """Memory of the bucket at the moment."""
+        """Memory of the bucket at the moment: while it is reduced, or gradients wait in it."""
         return self._bucket[0].allocated_bytes if self._bucket is not None else 0
 
     @property
     def allocated_bytes(self) -> int:
         """Memory of all cells at the moment."""
-        main = self._main
-        buffers = {id(one): one for one in (self._memory_of_local, self._local, self._partial) if one is not None}
-        others = sum(one.size_bytes for one in buffers.values() if main is None or one is not main.buffer)
-        return self.bucket_bytes + others + (main.allocated_bytes if main is not None else 0)
-
-    @property
-    def _reduces_over_outer_axis(self) -> bool:
-        outer = self.axes.outer
-        return outer is not None and outer.size > 1
+        main, bucket, waiting = self._main, self._bucket, self._waiting
+        total = self.bucket_bytes + (main.allocated_bytes if main is not None else 0)
+        if waiting and not (main and waiting is main.buffer) and not (bucket and waiting is bucket[1]):
+            total += waiting.size_bytes
+        return total
 
     def communicates(self, sync: Sync) -> bool:
         """Whether a backward that synchronizes to this extent reduces these gradients over ranks."""
@@ -331,7 +333,7 @@ class Gradients:
 
     def begin_anew(self) -> bool:
         """Recreate `main` when the next gradient arrives, perhaps in another dtype. `False`: gradients are held back, so it stays."""
-        if self.held_back is not Sync.ALL or self.is_accumulating or self.holds_bucket or self.writes is not None:
+        if self.held_back is not Sync.ALL or self.is_accumulating or self.writes is not None:
             return False
         self._main = None
         return True
@@ -340,13 +342,12 @@ class Gradients:
 
     def hold_back(self, sync: Sync) -> None:
         """A backward has ended that reduced only so far: `.grad` becomes a stand-in for the rest, to detect clearing (held_back.py)."""
-        communicates = self.is_alone or self.communicates(sync)
-        if communicates and not self._reduces_over_outer_axis:
-            self.held_back = Sync.ALL
+        outer, communicates = self.axes.outer, self.communicates(sync)
+        if self.is_alone or (communicates and (outer is None or outer.size == 1)):
             return
         self.held_back = Sync.SHARD if communicates else Sync.NONE
         owner = self._owner()
-        if self.is_alone or self._behind or owner is None:
+        if self._behind or owner is None:
             return
         if not self._stand_ins:
             self._stand_ins = [stand_in(owner, index) for index in range(len(self._entries))]
@@ -375,13 +376,18 @@ class Gradients:
             if not entry.is_trained:
                 self.frozen_since.add(index)
         if len(changed) == len(behind):
-            self._local = self._partial = self._unused = None
-        elif self._unused is not None:
-            self._unused.update(changed)
-        for cell in (self._local, self._partial):
-            if cell is not None and changed:
-                compat.foreach_zero_([cell.views[index] for index in changed])
+            self._drop_waiting()
+        elif changed:
+            if self._unused is not None:
+                self._unused.update(changed)
+            if self._waiting is not None:
+                compat.foreach_zero_([self._waiting.views[index] for index in changed])
         return reached
+
+    def _drop_waiting(self) -> None:
+        """Forget what waits; nothing is on its way in the bucket."""
+        self.release_bucket()
+        self._waiting = self._unused = None
 
     def is_behind(self, index: int, gradient: Tensor) -> bool:
         """Whether a gradient is what the `.grad` of a parameter was before it became a stand-in for what is held back."""
@@ -389,11 +395,9 @@ class Gradients:
 
     def zero_held_back(self, index: int) -> None:
         """Zero what is held back of a parameter, and what its `.grad` was before. A rank that used nothing holds nothing."""
-        before = self._behind.get(index)
-        for cell in (self._local, self._partial):
-            if cell is not None:
-                cell.views[index].zero_()
-        if before is not None:
+        if self._waiting is not None:
+            self._waiting.views[index].zero_()
+        if (before := self._behind.get(index)) is not None:
             before.zero_()
 
     # -- from autograd, on the compute stream --------------------------------------------------------------------------
@@ -404,6 +408,13 @@ class Gradients:
             known = self.outside.get(index)
             self.outside[index] = gradient if known is None else known + gradient
 
+    def memory_beside(self, index: int, view: Tensor) -> Tensor:
+        """Memory for a further gradient of a parameter from a layer that would overwrite that in `view`, to which it is added later."""
+        if (earlier := self.outside.get(index)) is not None:
+            view.add_(earlier)
+        self.outside[index] = torch.empty_like(view)
+        return self.outside[index]
+
     def drop_news(self) -> None:
         """Forget what autograd left: the backward failed, or it is not needed."""
         for entry in self._entries:
@@ -412,23 +423,21 @@ class Gradients:
 
     def drop(self) -> None:
         """Forget everything that is not in `main`: the backward it belongs to failed. What was not taken yet stays, see `drop_news`."""
-        self.release_bucket()
         self.take_back()
         self.frozen_since.clear()
-        self._local = self._partial = self._unused = None
+        self._drop_waiting()
         self.undecided = []
         self._end_writes()
 
     def begin_writes(self, sync: Sync) -> DirectWrites:
-        """Where layers write in this backward: `local`, or the bucket if that is reduced as it is."""
+        """Where layers write in this backward: where gradients wait, or the bucket if only theirs are reduced."""
         if self.writes is None:
-            if self.is_alone:
-                target = self._empty_main() or self._full_size()
-            elif self._local is None and self.communicates(sync):
-                target = self._open_bucket()
+            waiting = self._waiting
+            if self.communicates(sync) and (waiting is None or waiting.extent != self._full):
+                self.writes = DirectWrites(self._open_bucket(), is_new=True)
             else:
-                target = self._local or self._open_local()
-            self.writes = DirectWrites(target, is_new=target is not self._local)
+                target = self._open_unreduced()
+                self.writes = DirectWrites(target, is_new=target is not self._waiting)
         return self.writes
 
     def _end_writes(self) -> tuple[FlatBuffer | None, frozenset[int]]:
@@ -437,19 +446,19 @@ class Gradients:
         return (None, frozenset()) if writes is None else (writes.target, writes.end())
 
     def accumulate(self) -> None:
-        """Add the gradients of this backward to `local`."""
+        """Keep the gradients of this backward, unreduced."""
         grads = self._take()
         self._note_use(grads)
         target, written = self._end_writes()
-        is_first = self._local is None
-        if self._local is None:
-            if target is None and all(grad is None for grad in grads):
+        if target is None:
+            if all(grad is None for grad in grads):
                 return
-            self._local = target or self._open_local()
-        copy_or_add(self._local, grads, overwrite=is_first, written=written)
+            target = self._open_unreduced()
+        copy_or_add(target, grads, overwrite=target is not self._waiting, written=written)
+        self._waiting = target
 
     def collect_alone(self, *, zeros_unused: bool) -> None:
-        """One rank: no bucket and no communication. A parameter without a gradient keeps none, as in plain PyTorch, or gets zeros."""
+        """One rank: no communication. A parameter without a gradient keeps none, as in plain PyTorch, or gets zeros."""
         grads = self._take()
         target, written = self._end_writes()
         for index in written:
@@ -478,35 +487,34 @@ class Gradients:
             compat.foreach_copy_(*fresh)
         if added[0]:
             compat.foreach_add_(*added)
+        if target is not None and target is not main.buffer:
+            self.release_bucket()
 
-    def prepare(self) -> Filling:
-        """Take all gradients not yet reduced, and allocate the memory they will be reduced in."""
+    def prepare(self, reached: Sync = Sync.NONE) -> Filling:
+        """Take all gradients not yet reduced, and allocate the memory they will be reduced in.
+
+        Args:
+            reached: `Sync.SHARD`: what waits is reduced over the outer axis alone, between backwards. A rank where it was cleared, or that
+                had none, brings zeros.
+        """
         grads = self._take()
         adds = self._open_main()
-        local, self._local = self._local, None
         self._note_use(grads)
         target, written = self._end_writes()
-        if local is None and target is not None:
-            return Filling(grads, None, target, adds, written)
-        if local is not None and local.dtype == self._comm_dtype:
-            return Filling(grads, local, local, adds)
-        in_place = local is None and self._own == self._full and self._comm_dtype == self._dtype
-        if in_place and (main := self._empty_main()) is not None:
-            return Filling(grads, None, main, adds)
-        return Filling(grads, local, self._open_bucket(), adds)
-
-    def prepare_partial(self) -> bool:
-        """Allocate the memory for `reduce_partial`. What was cleared since counts as zero: the other ranks reduce it as well.
-
-        Returns:
-            Whether it is added to what is in `main`.
-        """
-        adds = self._open_main()
-        if self._partial is None:
-            self._unused = self._wanted()
-            with torch.inference_mode(False):
-                self._partial = FlatBuffer.zeros(self._layout, self._inner, self._dtype, self.device)
-        return adds
+        waiting = self._waiting
+        if reached is Sync.SHARD:
+            self._waiting = None
+            if waiting is None:
+                waiting = self._empty(self._inner)
+                compat.foreach_zero_(waiting.segments)
+            return Filling(grads, waiting, waiting, adds)
+        if waiting is not None and waiting.extent == self._full:
+            self._waiting = None
+            return Filling(grads, waiting, waiting if waiting.dtype == self._comm_dtype else self._open_bucket(), adds)
+        if target is None:
+            in_place = not adds and self._own == self._full and self._comm_dtype == self._dtype
+            target = self.main.buffer if in_place else self._open_bucket()
+        return Filling(grads, None, target, adds, written)
 
     def release_bucket(self) -> None:
         """Free the bucket's memory; the compute stream has waited for the reduction."""
@@ -546,17 +554,13 @@ class Gradients:
 
     # -- memory of the cells -------------------------------------------------------------------------------------------
 
-    def _is_free(self, main: MainGradient) -> bool:
-        """Whether nothing in the memory of `main` is still needed."""
-        return not main.is_shown and self._partial is not main.buffer and self._local is not main.buffer
-
     def _empty_main(self, written: FlatBuffer | None = None) -> FlatBuffer | None:
         """The memory of `main` if nothing in it is still needed; `None` otherwise.
 
         If a cleared gradient is still referenced, it keeps its memory and `main` gets new memory, unless it is `written` already.
         """
-        main = self.main
-        if not self._is_free(main):
+        main = self._main or self.main
+        if main.is_shown or self._waiting is main.buffer:
             return None
         if main.is_open and main.buffer is not written and main.is_kept:
             self._main = None
@@ -565,41 +569,39 @@ class Gradients:
 
     def _open_main(self, written: FlatBuffer | None = None) -> bool:
         """Allocate `main` and fill it from the parameters' `.grad`. Returns whether any of them is set."""
-        if self.is_open and self._empty_main(written) is not None:
+        if self._empty_main(written) is not None:
             return False
         main = self.main
-        was_open = main.is_open
-        main.open()
-        adds = main.is_shown
-        if adds:
-            if not was_open:  # the user's own gradients, set where there were none
-                compat.foreach_zero_(main.buffer.segments)
-            self._local, self._partial = self._moved_out(self._local), self._moved_out(self._partial)
-            main.read_back()
-        return adds
+        if not main.is_shown:
+            return False
+        if not main.is_open:  # the user's own gradients, set where there were none
+            compat.foreach_zero_(main.open().segments)
+        if self._waiting is main.buffer:
+            self._waiting = self._empty(self._own)
+            compat.foreach_copy_(self._waiting.segments, main.buffer.segments)
+        main.read_back()
+        return True
 
-    def _moved_out(self, cell: FlatBuffer | None) -> FlatBuffer | None:
-        """Move a cell out of the memory of `main`, which it used while no `.grad` was set."""
-        if cell is not self.main.buffer:
-            return cell
-        copy = FlatBuffer.empty(self._layout, self._own, self._dtype, self.device)
-        compat.foreach_copy_(copy.segments, cell.segments)
-        return copy
-
-    def _open_local(self) -> FlatBuffer:
-        """Memory for `local`: that of `main` if it is whole and empty. Where gradients are placed whole, other memory is kept."""
+    def _open_unreduced(self) -> FlatBuffer:
+        """Memory for unreduced gradients: where they wait, that of `main` if it is whole and empty, or that of the bucket."""
+        waiting = self._waiting
+        if waiting is not None and waiting.extent == self._full:
+            return waiting
         if self._own == self._full and (main := self._empty_main()) is not None:
             return main
-        if self._memory_of_local is not None:
-            return self._memory_of_local
-        made = self._full_size()
-        if not self._placement.gradient:
-            self._memory_of_local = made
-        return made
+        opened = self._open_bucket() if self._comm_dtype == self._dtype else self._empty(self._full)
+        if waiting is not None:  # reduced over the shard axis: this rank brings its shard, the others theirs
+            compat.foreach_zero_(opened.segments)
+            shard = opened.part(self._inner).segments
+            compat.foreach_copy_(shard, waiting.segments)
+            for segment in shard:
+                segment.div_(self._factor)
+            self._waiting = opened
+        return opened
 
-    def _full_size(self) -> FlatBuffer:
+    def _empty(self, extent: range, dtype: torch.dtype | None = None) -> FlatBuffer:
         with torch.inference_mode(False):
-            return FlatBuffer.empty(self._layout, self._full, self._dtype, self.device)
+            return FlatBuffer.empty(self._layout, extent, dtype or self._dtype, self.device)
 
     def _open_bucket(self) -> FlatBuffer:
         """The bucket, allocated until `release_bucket`."""
@@ -612,104 +614,69 @@ class Gradients:
     def close_main(self) -> None:
         """A pass begins: free the memory of `main` if it is empty, or leave it to the references to a cleared gradient."""
         main = self._main
-        if main is not None and main.is_open and self._is_free(main):
+        if main is not None and main.is_open and not main.is_shown and self._waiting is not main.buffer:
             if main.is_kept:
                 self._main = None
             else:
                 main.close()
 
-    def keep_main(self) -> list[Tensor]:
-        """A copy of `main` before a replayed graph overwrites it; nothing where it is empty."""
-        main = self.main
-        if not main.is_shown:
-            return []
-        self._local, self._partial = self._moved_out(self._local), self._moved_out(self._partial)
-        main.read_back()
-        kept = [segment.clone() for segment in main.buffer.segments]
-        compat.foreach_zero_(main.buffer.segments)  # a single rank writes only gradients that exist
-        return kept
-
-    def add_to_main(self, kept: list[Tensor]) -> None:
-        """Add what `keep_main` returned to what was written since."""
-        compat.foreach_add_(self.main.buffer.segments, kept)
-        self.main.is_news = True
-        self.main.convert()
-
     # -- reductions, on the reduce stream ------------------------------------------------------------------------------
 
     def reduce(self, filling: Filling, *, outer_later: bool, zeros_unused: bool) -> bool:
-        """Reduce what was prepared into `main`, or over the shard axis into `partial` with `outer_later`.
+        """Reduce what was prepared into `main`, or over the shard axis alone with `outer_later`, where the outer axis has several ranks.
 
         Returns:
             Whether it is in `main`. Then `undecided` is filled, unless unused parameters get zeros.
         """
-        result, factor, last = filling.filled(), self._factor, not self._reduces_over_outer_axis
-        if self.axes.shard.size > 1:
-            result = self._over_shard_axis(result, factor, into_main=last and not filling.adds)
+        result, adds, factor = filling.filled(), filling.adds, self._factor
+        shard, outer, by = self.axes.shard, self.axes.outer, self._placement
+        main, is_last = self.main.buffer, outer is None or outer.size == 1
+        if result.extent != self._full:  # which waited, reduced so far
             factor = 1.0
-        if not last:
+        elif shard.size > 1:
+            target = main if is_last and not adds else None
+            result = self._over(shard, result, self._inner if by.main else None, factor, target)
+            factor = 1.0
+        if outer is not None and not is_last:
+            waiting, self._waiting = self._waiting, None
+            if waiting is not None:
+                accumulate_segments(waiting, result)
+                result = waiting
+            elif outer_later:
+                waiting = main if main.extent == result.extent and not adds else self._empty(result.extent)
+                compat.foreach_copy_(waiting.segments, result.segments)
             if outer_later:
-                self._add_to_partial(result)
+                self._waiting = waiting
                 return False
-            result = self._over_outer_axis(result, factor, into_main=not filling.adds)
-        self._to_main(result, adds=filling.adds, zeros_unused=zeros_unused)
+            if result.dtype != self._comm_dtype:
+                converted = self._empty(result.extent, self._comm_dtype)
+                compat.foreach_copy_(converted.segments, result.segments)
+                result = converted
+            result = self._over(outer, result, self._own if by.outer_main else None, factor, None if adds else main)
+        self._to_main(result, adds=adds, zeros_unused=zeros_unused)
         return True
 
-    def reduce_partial(self, *, adds: bool, zeros_unused: bool) -> None:
-        """Reduce `partial` over the outer axis into `main`; `undecided` as for `reduce`."""
-        partial, self._partial = self._partial, None
-        assert partial is not None, "it was prepared"
-        self._to_main(self._over_outer_axis(partial, 1.0, into_main=not adds), adds=adds, zeros_unused=zeros_unused)
-
-    def _over_shard_axis(self, source: FlatBuffer, factor: float, *, into_main: bool) -> FlatBuffer:
-        extent = self._inner if self._placement.main else None
-        return self._over(self.axes.shard, source, extent, factor, into_main=into_main)
-
-    def _over_outer_axis(self, result: FlatBuffer, factor: float, *, into_main: bool) -> FlatBuffer:
-        axis = self.axes.outer
-        assert axis is not None, "there is one to reduce over"
-        if self._partial is not None:
-            accumulate_segments(self._partial, result)
-            result, self._partial = self._partial, None
-        if result.dtype != self._comm_dtype:
-            converted = FlatBuffer.empty(self._layout, result.extent, self._comm_dtype, self.device)
-            compat.foreach_copy_(converted.segments, result.segments)
-            result = converted
-        return self._over(axis, result, self._own if self._placement.outer_main else None, factor, into_main=into_main)
-
     def _over(
-        self, axis: Axis, source: FlatBuffer, extent: range | None, factor: float, *, into_main: bool
+        self, axis: Axis, source: FlatBuffer, extent: range | None, factor: float, target: FlatBuffer | None
     ) -> FlatBuffer:
-        """Reduce over one axis: scattered, so that this rank has `extent` of it, or whole and in place with `None`."""
+        """Reduce over one axis.
+
+        Args:
+            axis: With several ranks.
+            source: What is reduced. It may be overwritten.
+            extent: What this rank keeps of it; `None`: all, in place.
+            factor: What each rank's is multiplied by.
+            target: Empty memory that the result may go to, if it has this extent and dtype.
+        """
         if extent is None:
             (axis.all_reduce_high_precision if self._precise else axis.all_reduce)(source.segments, factor)
             return source
-        output = self._output(source, extent, into_main=into_main)
-        reduce = axis.sum_scatter_high_precision if self._precise else axis.reduce_scatter
-        reduce(output.segments, source.segments, factor)
-        return output
-
-    def _output(self, source: FlatBuffer, extent: range, *, into_main: bool) -> FlatBuffer:
-        """Where a reduce-scatter writes: directly into `main` if that is permitted and has the same layout, else in place."""
         dtype = torch.float32 if self._precise else source.dtype
-        if into_main and extent == self._own and dtype == self._dtype:
-            return self.main.buffer
-        if dtype == source.dtype:
-            return source.part(extent)
-        return FlatBuffer.empty(self._layout, extent, dtype, self.device)
-
-    def _add_to_partial(self, result: FlatBuffer) -> None:
-        """Add a gradient reduced over the shard axis alone; in the memory of `main` where that has the same extent and is empty."""
-        if self._partial is not None:
-            accumulate_segments(self._partial, result)
-            return
-        main = self.main.buffer
-        if result is main or (main.extent == result.extent and self._is_free(self.main)):
-            self._partial = main  # which was allocated for this reduction
-        else:
-            self._partial = FlatBuffer.empty(self._layout, result.extent, self._dtype, self.device)
-        if self._partial is not result:
-            compat.foreach_copy_(self._partial.segments, result.segments)
+        if target is None or target.extent != extent or target.dtype != dtype:
+            target = source.part(extent) if dtype == source.dtype else self._empty(extent, dtype)
+        reduce = axis.sum_scatter_high_precision if self._precise else axis.reduce_scatter
+        reduce(target.segments, source.segments, factor)
+        return target
 
     def _to_main(self, result: FlatBuffer, *, adds: bool, zeros_unused: bool) -> None:
         """Copy or add a reduced gradient to `main`, and show it to the optimizer."""
@@ -738,7 +705,9 @@ class Gradients:
         Args:
             used: One for each parameter, 0 where no rank has used it.
         """
-        self.main.show([index for index in self.undecided if used[index]])
+        for index in self.undecided:
+            if used[index]:
+                self._entries[index].local.grad = self.main.views[index]
         self.undecided = []
 
     @property
@@ -851,13 +820,13 @@ class DirectWrites:
         target: The buffer.
         is_new: Its other cells are undefined.
         written: Which tensors of the layout were written.
-        ran: Those of them of which this backward brings no further gradient.
+        complete: Those of them of which this backward brings no further gradient.
     """
 
     def __init__(self, target: FlatBuffer, *, is_new: bool) -> None:
         self.target, self.is_new = target, is_new
         self.written: set[int] = set()
-        self.ran: set[int] = set()
+        self.complete: set[int] = set()
         self._handles: list[RemovableHandle] = []
 
     def open(self, index: int, accumulator: Node) -> tuple[Tensor, bool]:
@@ -870,7 +839,7 @@ class DirectWrites:
         is_first = index not in self.written
         if is_first:
             self.written.add(index)
-            self._handles.append(accumulator.register_hook(lambda *_: self.ran.add(index)))
+            self._handles.append(accumulator.register_hook(lambda *_: self.complete.add(index)))
         return self.target.views[index], is_first and self.is_new
 
     def end(self) -> frozenset[int]:

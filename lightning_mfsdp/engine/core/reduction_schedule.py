@@ -178,10 +178,11 @@ class ReductionSchedule:
                 return True
         return False
 
-    def _reduce(self, groups: Sequence[ParameterGroup]) -> None:
+    def _reduce(self, groups: Sequence[ParameterGroup], reached: Sync = Sync.NONE) -> None:
+        """Start the reduction of what groups have; `reached`: of what waits, how far it is reduced (`Gradients.prepare`)."""
         self._make_room(groups)
         each = [group.gradients for group in groups]
-        fillings = [gradients.prepare() for gradients in each]
+        fillings = [gradients.prepare(reached) for gradients in each]
         ready, zeros_unused = self._streams.record(), self.zeros_unused or self.recordings > 0
         with self._streams.on(self._streams.reduce):
             self._streams.wait(ready, self._streams.reduce)
@@ -193,22 +194,6 @@ class ReductionSchedule:
                 self.started += 1
             done = self._streams.record()
         self._in_flight.append(_InFlight(each, fillings, done))
-
-    def _reduce_over_outer_axis(self, group: ParameterGroup) -> None:
-        """Gradients that were reduced over the shard axis and wait for the other."""
-        self._make_room([group])
-        gradients = group.gradients
-        adds = gradients.prepare_partial()
-        ready, zeros_unused = self._streams.record(), self.zeros_unused or self.recordings > 0
-        with self._streams.on(self._streams.reduce):
-            self._streams.wait(ready, self._streams.reduce)
-            with self._ranges.around("reduce", gradients.name):
-                gradients.reduce_partial(adds=adds, zeros_unused=zeros_unused)
-            if not zeros_unused:
-                self._reduced[gradients] = None
-            self.started += 1
-            done = self._streams.record()
-        self._in_flight.append(_InFlight([gradients], [], done))
 
     def _retire(self) -> None:
         """Wait, on the compute stream, for the oldest reduction and free its buckets."""
@@ -259,11 +244,9 @@ class ReductionSchedule:
                 for watch in self.watches:
                     watch(unit)
                 waiting = self._trained(waiting)
-                for group in waiting:
-                    if reached[group] is Sync.SHARD:
-                        self._reduce_over_outer_axis(group)
-                if whole := [group for group in waiting if reached[group] is Sync.NONE]:
-                    self._reduce(whole)
+                for sync in (Sync.SHARD, Sync.NONE):
+                    if alike := [group for group in waiting if reached[group] is sync]:
+                        self._reduce(alike, sync)
         self._wait(groups)
         self.run_hooks(units)
 

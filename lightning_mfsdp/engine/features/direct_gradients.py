@@ -201,7 +201,4 @@ def gradient_memory(weight: Tensor, *, overwrites: bool) -> tuple[Tensor, bool]:
         return view if overwrites else view.zero_(), False
     if not overwrites:
         return view, False
-    earlier, gradients.outside[index] = gradients.outside.get(index), torch.empty_like(view)
-    if earlier is not None:
-        view.add_(earlier)
-    return gradients.outside[index], True
+    return gradients.memory_beside(index, view), True

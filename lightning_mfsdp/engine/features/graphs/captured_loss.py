@@ -252,11 +252,12 @@ class CapturedLoss(Recording):
         self._gradient.copy_(gradient)
         with torch.no_grad():
             # The graph overwrites gradients of earlier microbatches, which are added again afterwards.
-            kept = [(gradients, addend) for gradients in self._context.gradients if (addend := gradients.keep_main())]
+            mains = [gradients.main for gradients in self._context.gradients]
+            kept = [(main, aside) for main in mains if (aside := main.set_aside())]
             kept_whole = [(grad, whole.grad.clone()) for whole, grad in self._shown_whole if whole.grad is not None]
             self._backward.replay()
-            for gradients, addend in kept:
-                gradients.add_to_main(addend)
+            for main, aside in kept:
+                main.add(aside)
             for grad, before in kept_whole:
                 grad.add_(before)
         for parameter, grad in (*self._shown, *self._shown_whole):
