@@ -70,10 +70,10 @@ MENDS = (
     Mend(
         "11b",
         "core/gradients.py",
-        "            if local.grad is not shown and (",
-        "            if local.numel() and local.grad is not shown and (",
+        "            if is_reduced and index not in undecided:",
+        "            if local.numel() and is_reduced and index not in undecided:",
     ),
-    Mend("11b frozen", "core/reduction_schedule.py", " or group.gradients.frozen_since", ""),
+    Mend("11b frozen", "core/reduction_schedule.py", " or group.gradients.held", ""),
     Mend("11c", "core/unit.py", "            self.hidden += 1\n", "            pass\n"),
     Mend("11d", "core/call.py", "            self.expected += 1\n", "            pass\n"),
     Mend(

@@ -212,58 +212,47 @@ class Gradients:
     """Accumulates and reduces the gradients of one group.
 
     Attributes:
-        name: Of the group.
-        mesh: Of the group.
-        axes: Of the group.
-        device: Of the group.
-        num_parameters: Of the group.
-        is_alone: There is no other rank: nothing to communicate.
         held_back: How far the gradients of earlier backwards were reduced; `Sync.ALL` where none is held back. The same on all ranks.
-        frozen_since: Parameters of which a gradient was held back before they were frozen; it is still reduced. The same on all ranks.
-        undecided: Parameters that were reduced and that this rank did not use: other ranks decide whether they have a gradient (usage.py).
-        zeroed: Parameters that this rank did not use and that got zeros in the last reduction, whatever other ranks did.
+        held: Parameters of which a gradient is held back, until it is reduced, even if they are frozen meanwhile; the same on all ranks.
+            With what their `.grad` was before a stand-in took its place.
+        unused: Parameters that this rank did not use in the backwards that were, or will be, reduced together; `None` before the first.
         writes: Gradients that layers have written themselves and that were not taken yet; `None` where there are none.
-        is_late: There were gradients before this backward was noticed, so what else it brings cannot be told from them.
-        is_used_outside: A parameter was used by itself, outside of forwards: at any time gradients may come that autograd does not tell of.
         outside: Whole gradients, by index, that neither autograd nor a layer put where it belongs: of parameters that were used outside of
             a forward (outside.py), and of layers that overwrite (direct_gradients.py).
+        is_late: There were gradients before this backward was noticed, so what else it brings cannot be told from them.
+        is_used_outside: A parameter was used by itself, outside of forwards: at any time gradients may come that autograd does not tell of.
     """
 
     def __init__(self, owner: ParameterGroup) -> None:
         main_dtype, policy = owner.spec.main_dtype, owner.policy
-        self.name, self.device = owner.name, owner.device
-        self.mesh, self.axes = owner.mesh, owner.axes
-        self.is_alone = not owner.mesh.axes
         self.held_back = Sync.ALL
-        self.frozen_since: set[int] = set()
-        self.undecided: list[int] = []
-        self.zeroed: frozenset[int] = frozenset()
+        self.held: dict[int, Tensor | None] = {}
+        self.unused: set[int] | None = None
         self.writes: DirectWrites | None = None
+        self.outside: dict[int, Tensor] = {}
         self.is_late = False
         self.is_used_outside = False
-        self.outside: dict[int, Tensor] = {}
         self._owner = weakref.ref(owner)
-        self._entries, self.num_parameters = owner.entries, len(owner.entries)
-        self._layout, self._placement = owner.layout, owner.placement
-        self._full, self._inner, self._own = owner.full_extent, owner.inner_extent, owner.main_extent
+        self._entries = owner.entries
         self._comm_dtype, self._dtype = policy.wire_dtype(main_dtype), policy.sum_dtype(main_dtype)
         self._factor = policy.reduction_factor(owner.mesh.num_ranks)
-        self._precise = policy.high_precision_reduce
         self._waiting: FlatBuffer | None = None  # not reduced where its extent is full, else over the shard axis
         self._main: MainGradient | None = None  # reduced over all axes: what optimizers read
-        # Made once; it has memory from filling until its reduction is retired.
+        # Made once; it has memory while it is reduced, and while gradients wait in it.
         self._bucket: tuple[Slot, FlatBuffer] | None = None
         self._stand_ins: list[HeldBackGradient] = []  # shown as `.grad` while gradients are held back
-        self._behind: dict[int, Tensor | None] = {}  # `.grad` from before a stand-in was shown, by index
-        self._unused: set[int] | None = None  # by this rank since the last reduction; `None`: no backward has come
+
+    @property
+    def _group(self) -> ParameterGroup:
+        group = self._owner()
+        assert group is not None, "gradients are those of a group"
+        return group
 
     @property
     def main(self) -> MainGradient:
         """Created when the first gradient arrives."""
         if self._main is None:
-            owner = self._owner()
-            assert owner is not None, "gradients are those of a group"
-            self._main = MainGradient(owner, self._dtype)
+            self._main = MainGradient(self._group, self._dtype)
         return self._main
 
     @property
@@ -286,6 +275,10 @@ class Gradients:
 
     def begin_backward(self) -> None:
         """A backward begins, or is noticed."""
+        if self.held_back is Sync.ALL:
+            self.unused = None
+        else:
+            self.take_back()
         self.is_late = self.has_news
         if self.writes is not None:
             self.writes.complete.clear()
@@ -329,7 +322,9 @@ class Gradients:
 
     def communicates(self, sync: Sync) -> bool:
         """Whether a backward that synchronizes to this extent reduces these gradients over ranks."""
-        return not self.is_alone and (sync is Sync.ALL or (sync is Sync.SHARD and self._placement.gradient))
+        group = self._group
+        is_reduced = sync is Sync.ALL or (sync is Sync.SHARD and group.placement.gradient)
+        return is_reduced and bool(group.mesh.process_groups)
 
     def begin_anew(self) -> bool:
         """Recreate `main` when the next gradient arrives, perhaps in another dtype. `False`: gradients are held back, so it stays."""
@@ -342,17 +337,15 @@ class Gradients:
 
     def hold_back(self, sync: Sync) -> None:
         """A backward has ended that reduced only so far: `.grad` becomes a stand-in for the rest, to detect clearing (held_back.py)."""
-        outer, communicates = self.axes.outer, self.communicates(sync)
-        if self.is_alone or (communicates and (outer is None or outer.size == 1)):
+        group, communicates = self._group, self.communicates(sync)
+        outer = group.axes.outer
+        if not group.mesh.process_groups or (communicates and (outer is None or outer.size == 1)):
             return
         self.held_back = Sync.SHARD if communicates else Sync.NONE
-        owner = self._owner()
-        if self._behind or owner is None:
-            return
         if not self._stand_ins:
-            self._stand_ins = [stand_in(owner, index) for index in range(len(self._entries))]
-        self._behind = {index: self._entries[index].local.grad for index in sorted(self._wanted())}
-        for index in self._behind:
+            self._stand_ins = [stand_in(group, index) for index in range(len(self._entries))]
+        self.held = {index: self._entries[index].local.grad for index in sorted(self._reduced())}
+        for index in self.held:
             self._entries[index].local.grad = self._stand_ins[index]
 
     def take_back(self) -> Sync:
@@ -364,22 +357,16 @@ class Gradients:
         reached, self.held_back = self.held_back, Sync.ALL
         if reached is Sync.ALL:
             return reached
-        behind, self._behind = self._behind, {}
-        changed: list[int] = []
-        self.frozen_since.clear()
-        for index, before in behind.items():
-            entry = self._entries[index]
-            if entry.local.grad is not self._stand_ins[index]:
-                changed.append(index)
-                continue
-            entry.local.grad = before
-            if not entry.is_trained:
-                self.frozen_since.add(index)
-        if len(changed) == len(behind):
+        changed = [index for index in self.held if self._entries[index].local.grad is not self._stand_ins[index]]
+        for index in changed:
+            del self.held[index]
+        for index, before in self.held.items():
+            self._entries[index].local.grad = before
+        if not self.held:
             self._drop_waiting()
         elif changed:
-            if self._unused is not None:
-                self._unused.update(changed)
+            if self.unused is not None:
+                self.unused.update(changed)
             if self._waiting is not None:
                 compat.foreach_zero_([self._waiting.views[index] for index in changed])
         return reached
@@ -387,17 +374,18 @@ class Gradients:
     def _drop_waiting(self) -> None:
         """Forget what waits; nothing is on its way in the bucket."""
         self.release_bucket()
-        self._waiting = self._unused = None
+        self._waiting = self.unused = None
+        self.held.clear()
 
     def is_behind(self, index: int, gradient: Tensor) -> bool:
         """Whether a gradient is what the `.grad` of a parameter was before it became a stand-in for what is held back."""
-        return self._behind.get(index) is gradient
+        return self.held_back is not Sync.ALL and self.held.get(index) is gradient
 
     def zero_held_back(self, index: int) -> None:
         """Zero what is held back of a parameter, and what its `.grad` was before. A rank that used nothing holds nothing."""
         if self._waiting is not None:
             self._waiting.views[index].zero_()
-        if (before := self._behind.get(index)) is not None:
+        if (before := self.held.get(index)) is not None:
             before.zero_()
 
     # -- from autograd, on the compute stream --------------------------------------------------------------------------
@@ -424,16 +412,14 @@ class Gradients:
     def drop(self) -> None:
         """Forget everything that is not in `main`: the backward it belongs to failed. What was not taken yet stays, see `drop_news`."""
         self.take_back()
-        self.frozen_since.clear()
         self._drop_waiting()
-        self.undecided = []
         self._end_writes()
 
     def begin_writes(self, sync: Sync) -> DirectWrites:
         """Where layers write in this backward: where gradients wait, or the bucket if only theirs are reduced."""
         if self.writes is None:
             waiting = self._waiting
-            if self.communicates(sync) and (waiting is None or waiting.extent != self._full):
+            if self.communicates(sync) and (waiting is None or waiting.extent != self._group.full_extent):
                 self.writes = DirectWrites(self._open_bucket(), is_new=True)
             else:
                 target = self._open_unreduced()
@@ -497,22 +483,21 @@ class Gradients:
             reached: `Sync.SHARD`: what waits is reduced over the outer axis alone, between backwards. A rank where it was cleared, or that
                 had none, brings zeros.
         """
-        grads = self._take()
-        adds = self._open_main()
+        group, grads, adds = self._group, self._take(), self._open_main()
         self._note_use(grads)
         target, written = self._end_writes()
         waiting = self._waiting
         if reached is Sync.SHARD:
             self._waiting = None
             if waiting is None:
-                waiting = self._empty(self._inner)
+                waiting = self._empty(group.inner_extent)
                 compat.foreach_zero_(waiting.segments)
             return Filling(grads, waiting, waiting, adds)
-        if waiting is not None and waiting.extent == self._full:
+        if waiting is not None and waiting.extent == group.full_extent:
             self._waiting = None
             return Filling(grads, waiting, waiting if waiting.dtype == self._comm_dtype else self._open_bucket(), adds)
         if target is None:
-            in_place = not adds and self._own == self._full and self._comm_dtype == self._dtype
+            in_place = not adds and group.main_extent == group.full_extent and self._comm_dtype == self._dtype
             target = self.main.buffer if in_place else self._open_bucket()
         return Filling(grads, None, target, adds, written)
 
@@ -539,18 +524,18 @@ class Gradients:
             self.outside.clear()
         return taken
 
-    def _wanted(self) -> set[int]:
-        """Parameters whose gradients are reduced: those that are trainable, and those that were when a gradient was held back."""
-        return {index for index, entry in enumerate(self._entries) if entry.is_trained} | self.frozen_since
+    def _reduced(self) -> set[int]:
+        """Parameters whose gradients are reduced: those that are trainable, and those of which one is held back."""
+        return {index for index, entry in enumerate(self._entries) if entry.is_trained} | self.held.keys()
 
     def _note_use(self, grads: list[Tensor | None]) -> None:
         """Remember which parameters this rank has not used since the last reduction."""
         missing = {index for index, grad in enumerate(grads) if grad is None}
         if missing:
-            missing &= self._wanted()
+            missing &= self._reduced()
             if self.writes is not None:
                 missing -= self.writes.written
-        self._unused = missing if self._unused is None else self._unused & missing
+        self.unused = missing if self.unused is None else self.unused & missing
 
     # -- memory of the cells -------------------------------------------------------------------------------------------
 
@@ -577,36 +562,38 @@ class Gradients:
         if not main.is_open:  # the user's own gradients, set where there were none
             compat.foreach_zero_(main.open().segments)
         if self._waiting is main.buffer:
-            self._waiting = self._empty(self._own)
+            self._waiting = self._empty(main.buffer.extent)
             compat.foreach_copy_(self._waiting.segments, main.buffer.segments)
         main.read_back()
         return True
 
     def _open_unreduced(self) -> FlatBuffer:
         """Memory for unreduced gradients: where they wait, that of `main` if it is whole and empty, or that of the bucket."""
-        waiting = self._waiting
-        if waiting is not None and waiting.extent == self._full:
+        group, waiting = self._group, self._waiting
+        if waiting is not None and waiting.extent == group.full_extent:
             return waiting
-        if self._own == self._full and (main := self._empty_main()) is not None:
+        if group.main_extent == group.full_extent and (main := self._empty_main()) is not None:
             return main
-        opened = self._open_bucket() if self._comm_dtype == self._dtype else self._empty(self._full)
+        opened = self._open_bucket() if self._comm_dtype == self._dtype else self._empty(group.full_extent)
         if waiting is not None:  # reduced over the shard axis: this rank brings its shard, the others theirs
             compat.foreach_zero_(opened.segments)
-            shard = opened.part(self._inner).segments
+            shard = opened.part(group.inner_extent).segments
             compat.foreach_copy_(shard, waiting.segments)
             for segment in shard:
                 segment.div_(self._factor)
             self._waiting = opened
         return opened
 
-    def _empty(self, extent: range, dtype: torch.dtype | None = None) -> FlatBuffer:
+    def _empty(self, extent: range) -> FlatBuffer:
+        group = self._group
         with torch.inference_mode(False):
-            return FlatBuffer.empty(self._layout, extent, dtype or self._dtype, self.device)
+            return FlatBuffer.empty(group.layout, extent, self._dtype, group.device)
 
     def _open_bucket(self) -> FlatBuffer:
         """The bucket, allocated until `release_bucket`."""
         if self._bucket is None:
-            self._bucket = transient(self._layout, self._full, self._comm_dtype, self.device)
+            group = self._group
+            self._bucket = transient(group.layout, group.full_extent, self._comm_dtype, group.device)
         memory, buffer = self._bucket
         memory.materialize()
         return buffer
@@ -626,16 +613,17 @@ class Gradients:
         """Reduce what was prepared into `main`, or over the shard axis alone with `outer_later`, where the outer axis has several ranks.
 
         Returns:
-            Whether it is in `main`. Then `undecided` is filled, unless unused parameters get zeros.
+            Whether it is in `main`. Then other ranks decide about `undecided` ones, unless unused parameters get zeros.
         """
-        result, adds, factor = filling.filled(), filling.adds, self._factor
-        shard, outer, by = self.axes.shard, self.axes.outer, self._placement
-        main, is_last = self.main.buffer, outer is None or outer.size == 1
-        if result.extent != self._full:  # which waited, reduced so far
+        group, main, adds, factor = self._group, self.main.buffer, filling.adds, self._factor
+        shard, outer, by = group.axes.shard, group.axes.outer, group.placement
+        precise, is_last = group.policy.high_precision_reduce, outer is None or outer.size == 1
+        result = filling.filled()
+        if result.extent != group.full_extent:  # which waited, reduced so far
             factor = 1.0
         elif shard.size > 1:
-            target = main if is_last and not adds else None
-            result = self._over(shard, result, self._inner if by.main else None, factor, target)
+            extent, target = group.inner_extent if by.main else None, main if is_last and not adds else None
+            result = reduce_over(shard, result, extent, factor, target, precise=precise)
             factor = 1.0
         if outer is not None and not is_last:
             waiting, self._waiting = self._waiting, None
@@ -649,55 +637,35 @@ class Gradients:
                 self._waiting = waiting
                 return False
             if result.dtype != self._comm_dtype:
-                converted = self._empty(result.extent, self._comm_dtype)
+                converted = FlatBuffer.empty(group.layout, result.extent, self._comm_dtype, group.device)
                 compat.foreach_copy_(converted.segments, result.segments)
                 result = converted
-            result = self._over(outer, result, self._own if by.outer_main else None, factor, None if adds else main)
+            extent, target = group.main_extent if by.outer_main else None, None if adds else main
+            result = reduce_over(outer, result, extent, factor, target, precise=precise)
         self._to_main(result, adds=adds, zeros_unused=zeros_unused)
         return True
 
-    def _over(
-        self, axis: Axis, source: FlatBuffer, extent: range | None, factor: float, target: FlatBuffer | None
-    ) -> FlatBuffer:
-        """Reduce over one axis.
-
-        Args:
-            axis: With several ranks.
-            source: What is reduced. It may be overwritten.
-            extent: What this rank keeps of it; `None`: all, in place.
-            factor: What each rank's is multiplied by.
-            target: Empty memory that the result may go to, if it has this extent and dtype.
-        """
-        if extent is None:
-            (axis.all_reduce_high_precision if self._precise else axis.all_reduce)(source.segments, factor)
-            return source
-        dtype = torch.float32 if self._precise else source.dtype
-        if target is None or target.extent != extent or target.dtype != dtype:
-            target = source.part(extent) if dtype == source.dtype else self._empty(extent, dtype)
-        reduce = axis.sum_scatter_high_precision if self._precise else axis.reduce_scatter
-        reduce(target.segments, source.segments, factor)
-        return target
-
     def _to_main(self, result: FlatBuffer, *, adds: bool, zeros_unused: bool) -> None:
         """Copy or add a reduced gradient to `main`, and show it to the optimizer."""
-        main, frozen = self.main, self.frozen_since
-        unused, self._unused = self._unused or set(), None
-        self.zeroed = frozenset(unused) if zeros_unused else frozenset()
+        main, held = self.main, self.held
         main.is_news = True
         if result is not main.buffer:
             if adds:
                 accumulate_segments(main.buffer, result)
             else:
                 compat.foreach_copy_(main.buffer.segments, result.segments)
-        self.undecided = []
+        undecided = () if zeros_unused or self.unused is None else self.unused
         for index, (entry, shown) in enumerate(zip(self._entries, main.views, strict=True)):
             local = entry.local
-            if local.grad is not shown and ((entry.full.requires_grad and local.requires_grad) or index in frozen):
-                if index in unused and not zeros_unused:
-                    self.undecided.append(index)
-                else:
-                    local.grad = shown
-        frozen.clear()
+            is_reduced = (entry.full.requires_grad and local.requires_grad) or index in held
+            if is_reduced and index not in undecided:
+                local.grad = shown
+        held.clear()
+
+    def undecided(self) -> list[int]:
+        """Parameters that were reduced, unused on this rank: other ranks decide whether they have a gradient (usage.py)."""
+        views = self.main.views
+        return [index for index in self.unused or () if self._entries[index].local.grad is not views[index]]
 
     def decide(self, used: Sequence[int]) -> None:
         """Show the gradients of undecided parameters that some rank has used; the others keep none.
@@ -705,10 +673,9 @@ class Gradients:
         Args:
             used: One for each parameter, 0 where no rank has used it.
         """
-        for index in self.undecided:
+        for index in self.undecided():
             if used[index]:
                 self._entries[index].local.grad = self.main.views[index]
-        self.undecided = []
 
     @property
     def has_reduced(self) -> bool:
@@ -808,6 +775,32 @@ def accumulate_segments(target: FlatBuffer, addend: FlatBuffer) -> None:
     """Add a buffer of the same extent, keeping the target's dtype."""
     for total, piece in zip(target.segments, addend.segments, strict=True):
         total.add_(piece)
+
+
+def reduce_over(
+    axis: Axis, source: FlatBuffer, extent: range | None, factor: float, target: FlatBuffer | None, *, precise: bool
+) -> FlatBuffer:
+    """Reduce over one axis, on the reduce stream. Collective.
+
+    Args:
+        axis: With several ranks.
+        source: What is reduced. It may be overwritten.
+        extent: What this rank keeps of the result; `None`: all, in place.
+        factor: What each rank's source is multiplied by.
+        target: Empty memory that the result goes to if it has this extent and dtype.
+        precise: Sum in float32.
+    """
+    if extent is None:
+        (axis.all_reduce_high_precision if precise else axis.all_reduce)(source.segments, factor)
+        return source
+    dtype = torch.float32 if precise else source.dtype
+    if target is None or target.extent != extent or target.dtype != dtype:
+        fits = dtype == source.dtype
+        device = source.segments[0].device
+        target = source.part(extent) if fits else FlatBuffer.empty(source.layout, extent, dtype, device)
+    reduce = axis.sum_scatter_high_precision if precise else axis.reduce_scatter
+    reduce(target.segments, source.segments, factor)
+    return target
 
 
 # -- what layers write -------------------------------------------------------------------------------------------------

@@ -238,7 +238,7 @@ class ParameterGroup:
 
     def rename(self, name: str) -> None:
         """Update the name after its unit was renamed."""
-        self.name = self.gradients.name = name
+        self.name = name
         self.weights.rename(name)
 
     # -- the unit and the root -----------------------------------------------------------------------------------------

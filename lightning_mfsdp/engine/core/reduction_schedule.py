@@ -21,7 +21,7 @@ from lightning_mfsdp.engine.comm.gather_order import REDUCTION, GatherOrder
 from lightning_mfsdp.engine.comm.mesh import Mesh
 from lightning_mfsdp.engine.comm.ranges import Ranges
 from lightning_mfsdp.engine.core.gradient_hooks import has_gradient_hooks, run_gradient_hooks
-from lightning_mfsdp.engine.core.gradients import DirectWrites, Filling, Gradients, Sync
+from lightning_mfsdp.engine.core.gradients import DirectWrites, Filling, Sync
 from lightning_mfsdp.engine.core.group import ParameterGroup
 from lightning_mfsdp.engine.core.unit import Unit, is_trained
 from lightning_mfsdp.engine.core.usage import Usage
@@ -34,7 +34,7 @@ _MAX_BUCKETS = 2
 class _InFlight(NamedTuple):
     """A unit's reduction that was issued. Until `done`, its buckets and the tensors that fill them are kept alive."""
 
-    gradients: list[Gradients]
+    groups: list[ParameterGroup]
     fillings: list[Filling]
     done: Event
 
@@ -67,19 +67,19 @@ class ReductionSchedule:
         self._done: set[int] = set()  # units whose gradients are complete in this backward, by identity
         self._with_news: list[ParameterGroup] = []  # whose hooks are to run
         self._in_flight: deque[_InFlight] = deque()  # reductions that were issued, and whose buckets have memory
-        self._reduced: dict[Gradients, None] = {}  # in this backward, in an order that all ranks share
+        self._reduced: dict[ParameterGroup, None] = {}  # in this backward, in an order that all ranks share
         self._usage = Usage(streams)
 
-    def writes(self, gradients: Gradients) -> DirectWrites | None:
+    def writes(self, group: ParameterGroup) -> DirectWrites | None:
         """Where a layer may write gradients of a group in this backward; `None`: leave them to autograd."""
-        return None if self.is_idle or gradients.is_alone else self.required_writes(gradients)
+        return None if self.is_idle or not group.mesh.process_groups else self.required_writes(group)
 
-    def required_writes(self, gradients: Gradients) -> DirectWrites:
+    def required_writes(self, group: ParameterGroup) -> DirectWrites:
         """Where a layer writes gradients of a group in this backward that it cannot leave to autograd."""
-        if gradients.writes is None:
-            while self._is_on_its_way(gradients):
+        if group.gradients.writes is None:
+            while self._is_on_its_way(group):
                 self._retire()
-        return gradients.begin_writes(self.sync)
+        return group.gradients.begin_writes(self.sync)
 
     def in_order(self, units: Sequence[Unit]) -> list[Unit]:
         """A root's units in the order they are reduced."""
@@ -90,10 +90,7 @@ class ReductionSchedule:
         """A backward of a root with these groups begins. Returns whether the order is fixed yet."""
         self._turn = 0
         for group in groups:
-            gradients = group.gradients
-            if gradients.held_back is not Sync.ALL:
-                gradients.take_back()
-            gradients.begin_backward()
+            group.gradients.begin_backward()
         return bool(self._order)
 
     def agree_on_order(self, units: Sequence[Unit], ran: Sequence[Unit], mesh: Mesh, device: torch.device) -> None:
@@ -142,7 +139,7 @@ class ReductionSchedule:
             waiting = []
             for group in groups:
                 gradients = group.gradients
-                if gradients.is_alone:
+                if not group.mesh.process_groups:  # one rank
                     gradients.collect_alone(zeros_unused=self.zeros_unused)
                 elif self.sync is Sync.ALL or gradients.communicates(self.sync):
                     waiting.append(group)
@@ -155,7 +152,7 @@ class ReductionSchedule:
         """Groups whose gradients are required, or were when they were held back; gradients of others are dropped."""
         trained = []
         for group in groups:
-            if is_trained(group) or group.gradients.frozen_since:
+            if is_trained(group) or group.gradients.held:
                 trained.append(group)
             else:
                 group.gradients.drop_news()
@@ -168,40 +165,40 @@ class ReductionSchedule:
         while len(self._in_flight) >= _MAX_BUCKETS:
             self._retire()
         for group in groups:
-            while self._is_on_its_way(group.gradients):
+            while self._is_on_its_way(group):
                 self._retire()
 
-    def _is_on_its_way(self, gradients: Gradients) -> bool:
-        """Whether a bucket of theirs is in flight."""
+    def _is_on_its_way(self, group: ParameterGroup) -> bool:
+        """Whether a bucket of a group is in flight."""
         for sent in self._in_flight:  # noqa: SIM110 - a generator costs host time, in every unit
-            if gradients in sent.gradients:
+            if group in sent.groups:
                 return True
         return False
 
-    def _reduce(self, groups: Sequence[ParameterGroup], reached: Sync = Sync.NONE) -> None:
+    def _reduce(self, groups: list[ParameterGroup], reached: Sync = Sync.NONE) -> None:
         """Start the reduction of what groups have; `reached`: of what waits, how far it is reduced (`Gradients.prepare`)."""
         self._make_room(groups)
-        each = [group.gradients for group in groups]
-        fillings = [gradients.prepare(reached) for gradients in each]
+        fillings = [group.gradients.prepare(reached) for group in groups]
         ready, zeros_unused = self._streams.record(), self.zeros_unused or self.recordings > 0
         with self._streams.on(self._streams.reduce):
             self._streams.wait(ready, self._streams.reduce)
-            for gradients, filling in zip(each, fillings, strict=True):
-                with self._ranges.around("reduce", gradients.name):
-                    is_done = gradients.reduce(filling, outer_later=self.sync is Sync.SHARD, zeros_unused=zeros_unused)
+            for group, filling in zip(groups, fillings, strict=True):
+                with self._ranges.around("reduce", group.name):
+                    outer_later = self.sync is Sync.SHARD
+                    is_done = group.gradients.reduce(filling, outer_later=outer_later, zeros_unused=zeros_unused)
                 if is_done and not zeros_unused:
-                    self._reduced[gradients] = None
+                    self._reduced[group] = None
                 self.started += 1
             done = self._streams.record()
-        self._in_flight.append(_InFlight(each, fillings, done))
+        self._in_flight.append(_InFlight(groups, fillings, done))
 
     def _retire(self) -> None:
         """Wait, on the compute stream, for the oldest reduction and free its buckets."""
         oldest = self._in_flight.popleft()
         if oldest.done is not None:
             self._streams.wait(oldest.done)
-        for gradients in oldest.gradients:
-            gradients.release_bucket()
+        for group in oldest.groups:
+            group.gradients.release_bucket()
 
     def finish(self, units: Sequence[Unit]) -> None:
         """The last node of a backward has run: reduce what is missing, and wait on the compute stream."""

@@ -11,13 +11,16 @@ them, and would make every unit's reduction larger; a query at the first step al
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_mfsdp.base.streams import Streams
-from lightning_mfsdp.engine.core.gradients import Gradients
+
+if TYPE_CHECKING:
+    from lightning_mfsdp.engine.core.group import ParameterGroup
 
 __all__ = ["Usage"]
 
@@ -34,47 +37,50 @@ class Usage:
         self._streams = streams
         self._ones: dict[tuple[dist.ProcessGroup, ...], Tensor] = {}
 
-    def exchange(self, reduced: Sequence[Gradients]) -> None:
+    def exchange(self, reduced: Sequence[ParameterGroup]) -> None:
         """Exchange what was used, and show the gradients of what any rank used. Collective.
 
         Args:
-            reduced: What was reduced, in an order that all ranks share.
+            reduced: Whose gradients were reduced, in an order that all ranks share.
         """
-        by_ranks: dict[tuple[dist.ProcessGroup, ...], list[Gradients]] = {}
-        for one in reduced:
-            by_ranks.setdefault(one.mesh.process_groups, []).append(one)
-        for key, members in by_ranks.items():
+        by_ranks: dict[tuple[dist.ProcessGroup, ...], list[ParameterGroup]] = {}
+        for group in reduced:
+            by_ranks.setdefault(group.mesh.process_groups, []).append(group)
+        for ranks, groups in by_ranks.items():
             with torch.no_grad(), self._streams.on(self._streams.reduce):
-                if any(one.undecided for one in members):
-                    self._ask(members)
+                if any(group.gradients.unused and group.gradients.undecided() for group in groups):
+                    self._ask(groups)
                 else:
-                    self._answer(key, members)
+                    self._answer(ranks, groups)
 
-    def _answer(self, key: tuple[dist.ProcessGroup, ...], members: list[Gradients]) -> None:
-        """Report that everything was used here."""
-        numel = sum(one.num_parameters for one in members)
-        ones = self._ones.get(key)
+    def _answer(self, ranks: tuple[dist.ProcessGroup, ...], groups: list[ParameterGroup]) -> None:
+        """Report that this rank used everything."""
+        numel = sum(len(group.entries) for group in groups)
+        ones = self._ones.get(ranks)
         if ones is None or ones.numel() != numel:
-            ones = self._ones[key] = torch.ones(numel, dtype=torch.uint8, device=members[0].device)
-        _maximum(ones, members[0])  # which leaves ones
+            ones = self._ones[ranks] = torch.ones(numel, dtype=torch.uint8, device=groups[0].device)
+        _maximum(ones, groups[0])  # which leaves ones
 
-    def _ask(self, members: list[Gradients]) -> None:
-        """Report what was not used here, and wait for the other ranks' reports."""
-        used = [int(index not in one.undecided) for one in members for index in range(one.num_parameters)]
-        device = members[0].device
-        there = torch.tensor(used, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda").to(
+    def _ask(self, groups: list[ParameterGroup]) -> None:
+        """Report what this rank did not use, and wait for the other ranks' reports."""
+        used: list[int] = []
+        for group in groups:
+            undecided = group.gradients.undecided()
+            used += [int(index not in undecided) for index in range(len(group.entries))]
+        device = groups[0].device
+        reports = torch.tensor(used, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda").to(
             device, non_blocking=True
         )
-        _maximum(there, members[0])
+        _maximum(reports, groups[0])
         self.waits += 1
-        used = there.tolist()  # waits for the stream of the reductions alone
-        for one in members:
-            one.decide(used[: one.num_parameters])
-            used = used[one.num_parameters :]
+        used = reports.tolist()  # waits for the stream of the reductions alone
+        for group in groups:
+            group.gradients.decide(used[: len(group.entries)])
+            used = used[len(group.entries) :]
 
 
-def _maximum(used: Tensor, one: Gradients) -> None:
+def _maximum(used: Tensor, group: ParameterGroup) -> None:
     """Take the maximum over all ranks that have the parameters of a group."""
-    for axis in (one.axes.shard, one.axes.outer):
+    for axis in (group.axes.shard, group.axes.outer):
         if axis is not None and axis.size > 1:
             dist.all_reduce(used, op=dist.ReduceOp.MAX, group=axis.reduce_group or axis.group)

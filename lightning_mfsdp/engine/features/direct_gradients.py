@@ -137,7 +137,7 @@ def _write(weight: Tensor | None, left: Tensor, right: Tensor) -> bool:
     group, index = place
     if not (context.in_backward and group.entries[index].is_trained):
         return False
-    writes = context.reductions.writes(group.gradients)
+    writes = context.reductions.writes(group)
     if writes is None:
         return False
     view, is_first = writes.open(index, compat.accumulator_of(weight))
@@ -195,10 +195,9 @@ def gradient_memory(weight: Tensor, *, overwrites: bool) -> tuple[Tensor, bool]:
     if not is_needed or context.reductions.is_idle:
         dtype = group.policy.sum_dtype(group.spec.main_dtype)
         return torch.zeros(weight.shape, dtype=dtype, device=group.device), False
-    gradients = group.gradients
-    view, is_first = context.reductions.required_writes(gradients).open(index, compat.accumulator_of(weight))
+    view, is_first = context.reductions.required_writes(group).open(index, compat.accumulator_of(weight))
     if is_first:
         return view if overwrites else view.zero_(), False
     if not overwrites:
         return view, False
-    return gradients.memory_beside(index, view), True
+    return group.gradients.memory_beside(index, view), True

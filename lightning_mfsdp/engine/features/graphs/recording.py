@@ -108,7 +108,7 @@ class Recording:
         names = [
             group.entries[index].sharded.described
             for group in self._context.groups
-            for index in sorted(group.gradients.zeroed)
+            for index in sorted(group.gradients.unused or ())
         ]
         if names:
             warnings.warn(
