@@ -6,7 +6,6 @@ match on all ranks. A hook may step an optimizer, and may clear the gradient.
 
 from __future__ import annotations
 
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,30 +17,24 @@ if TYPE_CHECKING:
 
 __all__ = ["add_gradient_hook", "has_gradient_hooks", "run_gradient_hooks"]
 
-_Hooks = OrderedDict[int, Callable[[Any], None]]
-# Hooks of each group's parameters, by index. Empty for most programs, at no cost.
-_HOOKS: weakref.WeakKeyDictionary[ParameterGroup, dict[int, _Hooks]] = weakref.WeakKeyDictionary()
-
 
 def add_gradient_hook(group: ParameterGroup, index: int, hook: Callable[[Any], None]) -> RemovableHandle:
     """Call `hook(parameter)` with the sharded parameter whenever a reduced gradient was added to its `.grad`."""
-    hooks = _HOOKS.setdefault(group, {}).setdefault(index, OrderedDict())
+    hooks = group.gradients.hooks.setdefault(index, OrderedDict())
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle
 
 
-def has_gradient_hooks(group: ParameterGroup | None = None) -> bool:
-    """Whether there are any hooks, for a group or at all."""
-    if group is None:
-        return bool(_HOOKS)
-    return any(_HOOKS.get(group, {}).values())
+def has_gradient_hooks(group: ParameterGroup) -> bool:
+    """Whether there are any that were not removed."""
+    return any(group.gradients.hooks.values())
 
 
 def run_gradient_hooks(groups: Sequence[ParameterGroup]) -> None:
     """Run the hooks of parameters that have a gradient. Collective if the hooks are."""
     for group in groups:
-        for index, hooks in sorted(_HOOKS.get(group, {}).items()):
+        for index, hooks in sorted(group.gradients.hooks.items()):
             parameter = group.entries[index].sharded
             if parameter.grad is not None:
                 for hook in list(hooks.values()):

@@ -31,9 +31,10 @@ from __future__ import annotations
 import operator
 import sys
 import weakref
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -178,11 +179,12 @@ class MainGradient:
                     ours.copy_(grad)
                 local.grad = ours
 
-    def convert(self) -> None:
-        """After the last reduction of a backward, on the compute stream: convert to the optimizer's dtype."""
-        if self.of_optimizer is not self.buffer and self.is_news:
+    def convert(self) -> bool:
+        """After the last reduction of a backward, on the compute stream: convert to the optimizer's dtype. Returns whether it is news."""
+        was_news, self.is_news = self.is_news, False
+        if was_news and self.of_optimizer is not self.buffer:
             compat.foreach_copy_(self.of_optimizer.segments, self.buffer.segments)
-        self.is_news = False
+        return was_news
 
     def set_aside(self) -> list[Tensor]:
         """A copy of it before a replayed graph overwrites it, which leaves zeros; nothing where no `.grad` is set."""
@@ -214,11 +216,12 @@ class Gradients:
     Attributes:
         held_back: How far the gradients of earlier backwards were reduced; `Sync.ALL` where none is held back. The same on all ranks.
         held: Parameters of which a gradient is held back, until it is reduced, even if they are frozen meanwhile; the same on all ranks.
-            With what their `.grad` was before a stand-in took its place.
+            With what their `.grad` was before a stand-in took its place, as long as that is shown.
         unused: Parameters that this rank did not use in the backwards that were, or will be, reduced together; `None` before the first.
         writes: Gradients that layers have written themselves and that were not taken yet; `None` where there are none.
         outside: Whole gradients, by index, that neither autograd nor a layer put where it belongs: of parameters that were used outside of
             a forward (outside.py), and of layers that overwrite (direct_gradients.py).
+        hooks: Of parameters, by index; see gradient_hooks.py.
         is_late: There were gradients before this backward was noticed, so what else it brings cannot be told from them.
         is_used_outside: A parameter was used by itself, outside of forwards: at any time gradients may come that autograd does not tell of.
     """
@@ -230,6 +233,7 @@ class Gradients:
         self.unused: set[int] | None = None
         self.writes: DirectWrites | None = None
         self.outside: dict[int, Tensor] = {}
+        self.hooks: dict[int, OrderedDict[int, Callable[[Any], None]]] = {}
         self.is_late = False
         self.is_used_outside = False
         self._owner = weakref.ref(owner)
@@ -362,6 +366,7 @@ class Gradients:
             del self.held[index]
         for index, before in self.held.items():
             self._entries[index].local.grad = before
+        self.held = dict.fromkeys(self.held)
         if not self.held:
             self._drop_waiting()
         elif changed:
@@ -379,7 +384,7 @@ class Gradients:
 
     def is_behind(self, index: int, gradient: Tensor) -> bool:
         """Whether a gradient is what the `.grad` of a parameter was before it became a stand-in for what is held back."""
-        return self.held_back is not Sync.ALL and self.held.get(index) is gradient
+        return self.held.get(index) is gradient
 
     def zero_held_back(self, index: int) -> None:
         """Zero what is held back of a parameter, and what its `.grad` was before. A rank that used nothing holds nothing."""
@@ -393,8 +398,8 @@ class Gradients:
     def add_outside(self, index: int, gradient: Tensor) -> None:
         """Add to the whole gradient of a parameter, in the main weight's dtype, in addition to what autograd leaves."""
         if self._entries[index].is_trained:
-            known = self.outside.get(index)
-            self.outside[index] = gradient if known is None else known + gradient
+            earlier = self.outside.get(index)
+            self.outside[index] = gradient if earlier is None else earlier + gradient
 
     def memory_beside(self, index: int, view: Tensor) -> Tensor:
         """Memory for a further gradient of a parameter from a layer that would overwrite that in `view`, to which it is added later."""
@@ -483,7 +488,8 @@ class Gradients:
             reached: `Sync.SHARD`: what waits is reduced over the outer axis alone, between backwards. A rank where it was cleared, or that
                 had none, brings zeros.
         """
-        group, grads, adds = self._group, self._take(), self._open_main()
+        group, grads = self._group, self._take()
+        adds = self._open_main()
         self._note_use(grads)
         target, written = self._end_writes()
         waiting = self._waiting
@@ -615,17 +621,18 @@ class Gradients:
         Returns:
             Whether it is in `main`. Then other ranks decide about `undecided` ones, unless unused parameters get zeros.
         """
-        group, main, adds, factor = self._group, self.main.buffer, filling.adds, self._factor
-        shard, outer, by = group.axes.shard, group.axes.outer, group.placement
-        precise, is_last = group.policy.high_precision_reduce, outer is None or outer.size == 1
-        result = filling.filled()
-        if result.extent != group.full_extent:  # which waited, reduced so far
+        group, main, adds = self._group, self.main.buffer, filling.adds
+        shard, outer, precise = group.axes.shard, group.axes.outer, group.policy.high_precision_reduce
+        if outer is not None and outer.size == 1:
+            outer = None
+        result, factor = filling.filled(), self._factor
+        if result.extent != group.full_extent:  # it waited, reduced over the shard axis
             factor = 1.0
         elif shard.size > 1:
-            extent, target = group.inner_extent if by.main else None, main if is_last and not adds else None
-            result = reduce_over(shard, result, extent, factor, target, precise=precise)
-            factor = 1.0
-        if outer is not None and not is_last:
+            extent = group.inner_extent if group.placement.main else None
+            target = main if outer is None and not adds else None
+            result, factor = reduce_over(shard, result, extent, factor, target, precise=precise), 1.0
+        if outer is not None:
             waiting, self._waiting = self._waiting, None
             if waiting is not None:
                 accumulate_segments(waiting, result)
@@ -640,8 +647,8 @@ class Gradients:
                 converted = FlatBuffer.empty(group.layout, result.extent, self._comm_dtype, group.device)
                 compat.foreach_copy_(converted.segments, result.segments)
                 result = converted
-            extent, target = group.main_extent if by.outer_main else None, None if adds else main
-            result = reduce_over(outer, result, extent, factor, target, precise=precise)
+            extent = group.main_extent if group.placement.outer_main else None
+            result = reduce_over(outer, result, extent, factor, None if adds else main, precise=precise)
         self._to_main(result, adds=adds, zeros_unused=zeros_unused)
         return True
 
@@ -677,15 +684,9 @@ class Gradients:
             if used[index]:
                 self._entries[index].local.grad = self.main.views[index]
 
-    @property
-    def has_reduced(self) -> bool:
-        """Whether a gradient was reduced into `main` since `finish`."""
-        return self._main is not None and self._main.is_news
-
-    def finish(self) -> None:
-        """After the last reduction of a backward, on the compute stream."""
-        if self._main is not None:
-            self._main.convert()
+    def finish(self) -> bool:
+        """After the last reduction of a backward, on the compute stream. Returns whether there was any."""
+        return self._main is not None and self._main.convert()
 
 
 def gradient_dtype(owner: ParameterGroup) -> torch.dtype:
@@ -703,14 +704,14 @@ class Filling(NamedTuple):
 
     Attributes:
         grads: One for each parameter, full shapes, where there is one.
-        local: Those of earlier microbatches, full size.
-        target: Full size, in the communication dtype.
+        waiting: Those of earlier microbatches, to which `grads` are added first.
+        target: What is reduced: full size, in the communication dtype; or what waits for the outer axis alone.
         adds: The reduced gradient is added to what is in `main`.
         written: Which gradients are in the target already.
     """
 
     grads: list[Tensor | None]
-    local: FlatBuffer | None
+    waiting: FlatBuffer | None
     target: FlatBuffer
     adds: bool
     written: frozenset[int] = frozenset()
@@ -721,12 +722,12 @@ class Filling(NamedTuple):
         Parameters without a gradient count as zero, and so do gaps: every cell is defined. The copies overlap with the rest of the
         backward, whose matrix products leave memory bandwidth unused.
         """
-        if self.local is None:
+        if self.waiting is None:
             copy_or_add(self.target, self.grads, overwrite=True, written=self.written)
             return self.target
-        copy_or_add(self.local, self.grads, overwrite=False)
-        if self.target is not self.local:
-            compat.foreach_copy_(self.target.segments, self.local.segments)
+        copy_or_add(self.waiting, self.grads, overwrite=False)
+        if self.target is not self.waiting:
+            compat.foreach_copy_(self.target.segments, self.waiting.segments)
         return self.target
 
 
@@ -743,9 +744,9 @@ def copy_or_add(
     """
     views = target.views
     if overwrite and written:
-        there = [(view, grad) for index, (view, grad) in enumerate(zip(views, grads, strict=True)) if index in written]
-        if late := [(view, grad) for view, grad in there if grad is not None]:
-            compat.foreach_add_([view for view, _ in late], [grad for _, grad in late])
+        late = {index: grad for index in sorted(written) if (grad := grads[index]) is not None}
+        if late:
+            compat.foreach_add_([views[index] for index in late], list(late.values()))
         views = [view for index, view in enumerate(views) if index not in written]
         grads = [grad for index, grad in enumerate(grads) if index not in written]
     sources = [grad for grad in grads if grad is not None]

@@ -20,7 +20,7 @@ from lightning_mfsdp.base.streams import Event, Streams
 from lightning_mfsdp.engine.comm.gather_order import REDUCTION, GatherOrder
 from lightning_mfsdp.engine.comm.mesh import Mesh
 from lightning_mfsdp.engine.comm.ranges import Ranges
-from lightning_mfsdp.engine.core.gradient_hooks import has_gradient_hooks, run_gradient_hooks
+from lightning_mfsdp.engine.core.gradient_hooks import run_gradient_hooks
 from lightning_mfsdp.engine.core.gradients import DirectWrites, Filling, Sync
 from lightning_mfsdp.engine.core.group import ParameterGroup
 from lightning_mfsdp.engine.core.unit import Unit, is_trained
@@ -254,10 +254,10 @@ class ReductionSchedule:
         if self._reduced:
             self._usage.exchange(list(self._reduced))
             self._reduced.clear()
-        if has_gradient_hooks():
-            self._with_news = [group for group in groups if group.gradients.has_reduced]
+        self._with_news = []
         for group in groups:
-            group.gradients.finish()
+            if group.gradients.finish() and group.gradients.hooks:
+                self._with_news.append(group)
 
     def run_hooks(self, units: Sequence[Unit]) -> None:
         """Hooks of parameters whose gradients were reduced last, in an order that all ranks share."""

@@ -205,7 +205,7 @@ class Recording:
 
     def _has_hooks(self) -> bool:
         groups = (group for unit in self._context.units for group in unit.groups)
-        return has_gradient_hooks() and any(map(has_gradient_hooks, groups))
+        return any(group.gradients.hooks and has_gradient_hooks(group) for group in groups)
 
 
 def _capturable_context(caller: str, module: nn.Module) -> Context:
