@@ -452,7 +452,7 @@ class Gradients:
         """One rank: no communication. A parameter without a gradient keeps none, as in plain PyTorch, or gets zeros."""
         grads = self._take()
         target, written = self._end_writes()
-        for index in written:
+        for index in sorted(written):
             assert target is not None, "something was written"
             grad, view = grads[index], target.views[index]
             grads[index] = view if grad is None else view.add_(grad)
@@ -672,7 +672,7 @@ class Gradients:
     def undecided(self) -> list[int]:
         """Parameters that were reduced, unused on this rank: other ranks decide whether they have a gradient (usage.py)."""
         views = self.main.views
-        return [index for index in self.unused or () if self._entries[index].local.grad is not views[index]]
+        return [index for index in sorted(self.unused or ()) if self._entries[index].local.grad is not views[index]]
 
     def decide(self, used: Sequence[int]) -> None:
         """Show the gradients of undecided parameters that some rank has used; the others keep none.
