@@ -23,7 +23,7 @@ from lightning_mfsdp.checkpoint.state.full_state import full_model_state, full_o
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex
 from lightning_mfsdp.checkpoint.state.parameter_state import PARAMETER_STATES, ParameterState, dcp_shards, full_tensors
 from lightning_mfsdp.engine import ParameterView
-from lightning_mfsdp.engine.core.sharded_tensor import Rows
+from lightning_mfsdp.engine.core.sharded_tensor import ShardedTensor
 from lightning_mfsdp.engine.features.ema import AveragedWeights
 from lightning_mfsdp.tensor_parallel import apply_plan
 from lightning_mfsdp.trainer.continuation import GRADIENTS, PendingGradients
@@ -181,7 +181,7 @@ class Sharded:
     def set_gradients(self) -> None:
         for view in self.views:
             if view.requires_grad:
-                view.dtensor.grad = Rows.over(held(view, f"gradient {view.name}").clone(), view.dtensor)
+                view.dtensor.grad = ShardedTensor.over(held(view, f"gradient {view.name}").clone(), view.dtensor)
         self.model.others.ignored.grad = torch.ones(3)
 
     def tensors(self) -> Iterator[tuple[str, Tensor, Tensor]]:

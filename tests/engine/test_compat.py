@@ -259,7 +259,7 @@ def test_names_that_ddp_was_told_to_ignore_are_found():
 
 
 def test_compiling_is_noticed_where_a_subclass_is_taken_apart():
-    """As DTensors are; `Rows` says then that it cannot be."""
+    """As DTensors are; `ShardedTensor` says then that it cannot be."""
     seen = []
 
     class Taken(torch.Tensor):

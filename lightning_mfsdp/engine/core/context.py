@@ -173,10 +173,6 @@ class Context:
                 self.reductions.reduce_pending(self.units)
                 break
 
-    def zero_held_back(self, group: ParameterGroup, index: int) -> None:
-        """Zero what is held back of a parameter."""
-        group.gradients.zero_held_back(index)
-
     def end(self) -> None:
         """The root is no longer sharded."""
         self._units.clear()

@@ -20,27 +20,10 @@ from lightning_mfsdp.engine.core.context import Context
 from lightning_mfsdp.engine.core.group import ParameterGroup, owner_of, place_of
 from lightning_mfsdp.engine.core.parameter import Entry, leave_behind
 from lightning_mfsdp.engine.core.sharded_parameter import ShardedParameter
-from lightning_mfsdp.engine.core.sharded_tensor import Rows
+from lightning_mfsdp.engine.core.sharded_tensor import Role, ShardedTensor
 from lightning_mfsdp.engine.core.unit import Unit, unit_of
 
 __all__ = ["bring_home", "follow_conversions", "refuse_moved", "unshard_model"]
-
-
-class MovedRows(ShardedParameter):
-    """A sharded parameter whose rows are elsewhere or of another dtype than the main weight.
-
-    All else is the original parameter's: a converted `nn.Parameter` is the same object. Whether it is trainable, its gradient (where and in
-    the dtype that it has), what it is equal to, attributes that users set.
-    """
-
-    shows_weight = False
-
-    @classmethod
-    def of(cls, rows: Rows, original: ShardedParameter) -> MovedRows:
-        """What a module shows for `home` after a conversion."""
-        made = cls(rows._local_tensor.detach(), rows._spec, requires_grad=False)
-        made.__dict__ = original.__dict__
-        return made
 
 
 class _NotForDDP:
@@ -100,18 +83,18 @@ def _converted(module: nn.Module, function: Callable[[Tensor], Tensor], recurse:
         table.update(shown)
     for key, value in applied.items():
         owner = owner_of(shown[key])
-        if owner is not None and isinstance(value, Rows) and value is not shown[key]:
+        if owner is not None and isinstance(value, ShardedTensor) and value is not shown[key]:
             _show_as(*owner, value)
     return module
 
 
-def _show_as(group: ParameterGroup, entry: Entry, value: Rows) -> None:
+def _show_as(group: ParameterGroup, entry: Entry, value: ShardedTensor) -> None:
     local, rows = entry.local, value._local_tensor
     if (local.dtype, local.device) == (rows.dtype, rows.device):
         _write_home(group, entry, rows)
     else:
         _refuse_shown_average(group.root(), f"converting parameter {entry.name}")
-        entry.show(MovedRows.of(value, entry.sharded))
+        entry.show(ShardedParameter.converted(value, entry.sharded))
         group.moved.add(entry)
 
 
@@ -133,7 +116,7 @@ def refuse_moved(groups: Iterable[ParameterGroup | None], what: str) -> None:
     for group in groups:
         for entry in group.entries if group is not None and group.moved else ():
             shown = next((table[key] for table, key in entry.sites if _is_of(table.get(key), entry)), None)
-            if isinstance(shown, MovedRows):
+            if shown is not None and shown.role is Role.CONVERTED:
                 raise ShardingError(
                     f"{what}: the module shows parameter {entry.name} as a conversion left it, {_looks(shown)}, and its "
                     f"main weight is {_looks(entry.local)}; only one of the two would last. Convert the module back before "
@@ -160,7 +143,7 @@ def bring_home(module: nn.Module) -> None:
         ShardingError: Their dtype differs from the main weights'.
     """
     for one in _shown_in(module):
-        owner = owner_of(one) if isinstance(one, MovedRows) else None
+        owner = owner_of(one) if isinstance(one, ShardedTensor) and one.role is Role.CONVERTED else None
         if owner is None:
             continue
         group, entry = owner
@@ -215,7 +198,7 @@ def unshard_model(module: nn.Module, *, device: torch.device | str | None = None
 
 def _check_whole_roots(module: nn.Module, found: list[Unit]) -> None:
     name = type(module).__name__
-    owners = (place_of(one) for one in _shown_in(module) if isinstance(one, Rows))
+    owners = (place_of(one) for one in _shown_in(module) if isinstance(one, ShardedTensor))
     around = [owner[0].unit() if owner is not None else None for owner in owners]
     if not (found or around):
         raise ShardingError(f"unshard_model: nothing in {name} is sharded; expected what fully_shard was called on")
@@ -281,5 +264,5 @@ def _make_plain(group: ParameterGroup, entry: Entry, device: torch.device | str 
 
 def _is_of(shown: Any, entry: Entry) -> bool:
     """Whether a module shows this entry, and it was not replaced."""
-    owner = owner_of(shown) if isinstance(shown, Rows) else None
+    owner = owner_of(shown) if isinstance(shown, ShardedTensor) else None
     return owner is not None and owner[1] is entry

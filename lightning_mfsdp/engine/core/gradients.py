@@ -44,7 +44,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.engine.comm.collectives import Axis
 from lightning_mfsdp.engine.core.buffer import FlatBuffer, transient
-from lightning_mfsdp.engine.core.held_back import HeldBackGradient, stand_in
+from lightning_mfsdp.engine.core.held_back import HeldBackGradient
 from lightning_mfsdp.engine.core.storage import Slot
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class MainGradient:
         """Whether a cleared gradient is still referenced elsewhere, so that its memory must not be overwritten."""
         for entry in self._entries:
             if entry.sharded.gradient_rows is not None:
-                entry.sharded.forget_cleared_gradient()
+                entry.sharded.forget_former_gradient()
         return not self.is_pinned and self._references() != self._own_references
 
     def close(self) -> None:
@@ -347,7 +347,7 @@ class Gradients:
             return
         self.held_back = Sync.SHARD if communicates else Sync.NONE
         if not self._stand_ins:
-            self._stand_ins = [stand_in(group, index) for index in range(len(self._entries))]
+            self._stand_ins = [HeldBackGradient.of(group, index) for index in range(len(self._entries))]
         self.held = {index: self._entries[index].local.grad for index in sorted(self._reduced())}
         for index in self.held:
             self._entries[index].local.grad = self._stand_ins[index]

@@ -290,15 +290,6 @@ class ParameterGroup:
         if (gradients.held_back is not Sync.ALL or gradients.has_news) and (context := self.root()) is not None:
             context.reduce_held_back()
 
-    def zero_held_back(self, index: int) -> None:
-        """Zero what is held back of a parameter."""
-        if (context := self.root()) is not None:
-            context.zero_held_back(self, index)
-
-    def is_behind(self, index: int, gradient: Tensor) -> bool:
-        """Whether a gradient is what the `.grad` of a parameter was before it became a stand-in for what is held back."""
-        return self.gradients.is_behind(index, gradient)
-
     def unsharded_outside(self, index: int) -> nn.Parameter | None:
         """A parameter that is used outside of forwards in grad mode, unsharded, if it is so and stays until a backward has ended."""
         unit = self.unit()

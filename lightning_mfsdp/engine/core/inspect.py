@@ -12,7 +12,7 @@ from lightning_mfsdp.engine.core.context import Context
 from lightning_mfsdp.engine.core.group import ParameterGroup, owner_of, place_of
 from lightning_mfsdp.engine.core.parameter import Entry
 from lightning_mfsdp.engine.core.piece import Piece
-from lightning_mfsdp.engine.core.sharded_tensor import Rows
+from lightning_mfsdp.engine.core.sharded_tensor import ShardedTensor
 from lightning_mfsdp.engine.core.unit import Unit, unit_of
 
 __all__ = [
@@ -182,8 +182,7 @@ def placed_as(rows: Tensor, like: Tensor) -> Tensor:
         rows: As many as this rank has of `like`.
         like: Of a sharded parameter, or any tensor that every rank has whole.
     """
-    made: Tensor = Rows.over(rows, like) if isinstance(like, Rows) else rows.reshape(like.shape)
-    return made
+    return ShardedTensor.over(rows, like) if isinstance(like, ShardedTensor) else rows.reshape(like.shape)
 
 
 def refuse_unsharded(module: nn.Module) -> None:

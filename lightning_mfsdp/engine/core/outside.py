@@ -26,11 +26,9 @@ from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.containers import map_tensors, tensors_in
 from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.base.part import is_summed
-from lightning_mfsdp.engine.core.number import Number
-from lightning_mfsdp.engine.core.placed_tensor import PlacedTensor
-from lightning_mfsdp.engine.core.sharded_arithmetic import refuse_gradient
+from lightning_mfsdp.engine.core.sharded_tensor import ShardedTensor, refuse_gradient
 from lightning_mfsdp.engine.core.torch_functions import is_in_place, written_argument
-from lightning_mfsdp.engine.core.whole_view import Whole, WholeView, in_memory_of
+from lightning_mfsdp.engine.core.whole_tensor import Gathered, WholeTensor, in_memory_of
 
 if TYPE_CHECKING:
     from lightning_mfsdp.engine.core.group import ParameterGroup
@@ -57,7 +55,7 @@ def needs_whole(tensors: list[Tensor]) -> bool:
         if isinstance(tensor, DTensor):
             if records and tensor.requires_grad:
                 return True
-        elif (tensor.dim() and not isinstance(tensor, Number)) or (records and tensor.requires_grad):
+        elif (tensor.dim() and not isinstance(tensor, WholeTensor)) or (records and tensor.requires_grad):
             return True
     return False
 
@@ -68,7 +66,7 @@ def use_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     Raises:
         EngineStateError: A gradient is required of a parameter of which ranks hold different parts (experts).
     """
-    gathered: list[tuple[PlacedTensor, Tensor]] = []
+    gathered: list[tuple[ShardedTensor, Tensor]] = []
     groups: dict[int, ParameterGroup] = {}
 
     def whole(tensor: Tensor) -> Tensor:
@@ -76,10 +74,10 @@ def use_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             return tensor
         if type(tensor) is DTensor:  # a number, made of rows
             return tensor.full_tensor()
-        made, group = _whole(cast("PlacedTensor", tensor))
+        made, group = _whole(cast("ShardedTensor", tensor))
         if group is not None:
             groups[id(group)] = group
-        gathered.append((cast("PlacedTensor", tensor), made))
+        gathered.append((cast("ShardedTensor", tensor), made))
         return made
 
     args, kwargs = map_tensors(whole, (args, kwargs))
@@ -98,7 +96,7 @@ def use_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         result = function(*map_tensors(lambda one: own.get(id(one), one), args), **kwargs)
 
     wholes = [
-        Whole(source, made, partial(_again, source, groups, recorded=made.requires_grad), source.known_writes)
+        Gathered(source, made, partial(_again, source, groups, recorded=made.requires_grad), source.known_writes)
         for source, made in gathered
     ]
 
@@ -108,7 +106,7 @@ def use_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
                 tensor.grad_fn.register_prehook(_beginning(group))
         for one in wholes if shown else ():
             if in_memory_of(tensor, one.memory):
-                return WholeView.of(tensor, one.source, one)
+                return WholeTensor.of(tensor, one.source, one)
         return tensor
 
     return map_tensors(kept, result)
@@ -125,16 +123,16 @@ def gradients_to_weights(function: Any, args: tuple[Any, ...], kwargs: dict[str,
     call = inspect.signature(function).bind(*args, **kwargs)
     inputs = call.arguments["inputs"]
     given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-    call.arguments["inputs"] = [_unsharded(one) if isinstance(one, PlacedTensor) else one for one in given]
+    call.arguments["inputs"] = [_unsharded(one) if isinstance(one, ShardedTensor) else one for one in given]
     with compat.without_torch_function():
         found = function(*call.args, **call.kwargs)
     return tuple(
-        gradient.to(one.dtype) if isinstance(one, PlacedTensor) and gradient is not None else gradient
+        gradient.to(one.dtype) if isinstance(one, ShardedTensor) and gradient is not None else gradient
         for one, gradient in zip(given, found, strict=True)
     )
 
 
-def _unsharded(tensor: PlacedTensor) -> Tensor:
+def _unsharded(tensor: ShardedTensor) -> Tensor:
     """The leaf of graphs that stands for a sharded parameter; another tensor as it is."""
     group, index = tensor.place
     entry = group.entries[index]
@@ -160,14 +158,14 @@ def _beginning(group: ParameterGroup) -> Any:
     return begin
 
 
-def _whole(tensor: PlacedTensor) -> tuple[Tensor, ParameterGroup | None]:
+def _whole(tensor: ShardedTensor) -> tuple[Tensor, ParameterGroup | None]:
     """The whole of a sharded tensor, with history if it is a parameter that needs a gradient; and the group that its backward notifies."""
     group, index = tensor.place
     entry = group.entries[index]
     if not (torch.is_grad_enabled() and tensor.requires_grad) or not group.unit_name:
         return tensor.full_tensor(), None
-    copied = tensor.copied
-    if tensor is not entry.sharded and (copied is None or copied.node is not tensor.grad_fn):
+    copy_of = tensor.copy_of
+    if tensor is not entry.sharded and (copy_of is None or copy_of.node is not tensor.grad_fn):
         refuse_gradient(tensor.described)
     if is_summed(entry.full):
         raise EngineStateError(
@@ -181,8 +179,8 @@ def _whole(tensor: PlacedTensor) -> tuple[Tensor, ParameterGroup | None]:
             f'"{entry.part_axes[0].name}" ranks compute with different parts of it, so gradients could not be added up. Compute it in the '
             "forward of the module that owns it, or under torch.no_grad()"
         )
-    if copied is not None:
-        return _Whole.apply(_anchor(group), [copied.parameter, tensor.full_tensor()]), group
+    if copy_of is not None:
+        return _Whole.apply(_anchor(group), [copy_of.parameter, tensor.full_tensor()]), group
     unsharded = group.unsharded_outside(index)
     if unsharded is not None:
         return unsharded, group
@@ -196,7 +194,7 @@ def _anchor(group: ParameterGroup) -> Tensor:
     return torch.zeros((), requires_grad=True, device="cpu")
 
 
-def _again(source: PlacedTensor, groups: dict[int, ParameterGroup], *, recorded: bool) -> Tensor:
+def _again(source: ShardedTensor, groups: dict[int, ParameterGroup], *, recorded: bool) -> Tensor:
     """All of a sharded tensor, gathered again, in memory of its own; with history if it had one and a graph is recorded. Collective."""
     if not (recorded and torch.is_grad_enabled()):
         return source.full_tensor()
@@ -222,7 +220,7 @@ class _Whole(torch.autograd.Function):
         return None, None
 
 
-def _advise(tensor: PlacedTensor, group: ParameterGroup) -> None:
+def _advise(tensor: ShardedTensor, group: ParameterGroup) -> None:
     """Warn once for each large parameter that using it directly costs a gather."""
     if group.advised or tensor.numel() * tensor.element_size() < _WORTH_SAYING_BYTES or not group.mesh.axes:
         return
@@ -241,7 +239,7 @@ def _advise(tensor: PlacedTensor, group: ParameterGroup) -> None:
 
 def write_in_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Write to a sharded tensor at given positions: in the gathered whole, of which each rank keeps its rows. Collective."""
-    target = cast("PlacedTensor", args[0])
+    target = cast("ShardedTensor", args[0])
     if torch.is_grad_enabled() and target.requires_grad:
         raise EngineStateError(
             f"{function.__name__} on parameter {target.described}: it needs a gradient, and autograd cannot follow a write in place; write "

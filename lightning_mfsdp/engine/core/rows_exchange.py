@@ -20,18 +20,18 @@ from lightning_mfsdp.engine.core.rows import holders
 if TYPE_CHECKING:
     from lightning_mfsdp.engine.comm.mesh import Mesh
     from lightning_mfsdp.engine.core.group import ParameterGroup
-    from lightning_mfsdp.engine.core.placed_tensor import PlacedTensor
+    from lightning_mfsdp.engine.core.sharded_tensor import ShardedTensor
 
-__all__ = ["lie_alike", "rows_where"]
+__all__ = ["fetch_rows", "sharded_alike"]
 
 
-def lie_alike(one: PlacedTensor, other: PlacedTensor) -> bool:
+def sharded_alike(one: ShardedTensor, other: ShardedTensor) -> bool:
     """Whether every rank has the same rows of both. All ranks find the same answer, also those that have no rows."""
     if one.shape[:1] != other.shape[:1]:
         return False
     if not (one.is_divided and other.is_divided):
         return one.is_divided == other.is_divided
-    mine, others = one.lies, other.lies
+    mine, others = one.shard_spec, other.shard_spec
     if mine is others:
         return True
     if not _same_axes(mine.mesh, others.mesh) or mine.split != others.split or mine.piece.parts != others.piece.parts:
@@ -39,7 +39,7 @@ def lie_alike(one: PlacedTensor, other: PlacedTensor) -> bool:
     return mine.rows_by_shard is others.rows_by_shard or mine.rows_by_shard == others.rows_by_shard
 
 
-def rows_where(pairs: Sequence[tuple[PlacedTensor, PlacedTensor]]) -> list[Tensor]:
+def fetch_rows(pairs: Sequence[tuple[ShardedTensor, ShardedTensor]]) -> list[Tensor]:
     """Of each pair, those rows of the first tensor that this rank has of the second, `[len(rows), ...]`. Collective: the same on all ranks.
 
     Args:
@@ -49,8 +49,8 @@ def rows_where(pairs: Sequence[tuple[PlacedTensor, PlacedTensor]]) -> list[Tenso
     together: dict[tuple[tuple[int, ...], torch.dtype], list[int]] = {}
     for number, (source, like) in enumerate(pairs):
         group, like_group = source.place[0], like.place[0]
-        here = like.lies.piece
-        of_parts = source.is_divided and _same_mesh(group, like_group) and source.lies.piece.parts == here.parts
+        here = like.shard_spec.piece
+        of_parts = source.is_divided and _same_mesh(group, like_group) and source.shard_spec.piece.parts == here.parts
         sharers, _ = holders(group)
         if not source.is_divided:
             found[number] = like.of_whole(source._local_tensor)
@@ -82,7 +82,7 @@ def _same_split(one: ParameterGroup, other: ParameterGroup) -> bool:
     return (one.placement.main, one.placement.outer_main) == (other.placement.main, other.placement.outer_main)
 
 
-def _exchange(pairs: Sequence[tuple[PlacedTensor, PlacedTensor]]) -> list[Tensor]:
+def _exchange(pairs: Sequence[tuple[ShardedTensor, ShardedTensor]]) -> list[Tensor]:
     """One all-to-all for tensors of one dtype whose rows are distributed over the same ranks."""
     process_group, shards = holders(pairs[0][0].place[0])
     assert process_group is not None, "checked before"
@@ -115,7 +115,7 @@ def _exchange(pairs: Sequence[tuple[PlacedTensor, PlacedTensor]]) -> list[Tensor
     return results
 
 
-def _tables(source: PlacedTensor, like: PlacedTensor) -> tuple[Sequence[range], Sequence[range]]:
+def _tables(source: ShardedTensor, like: ShardedTensor) -> tuple[Sequence[range], Sequence[range]]:
     """By shard of the source: its rows there, and those of `like` that are needed there."""
     (group, index), (like_group, like_index) = source.place, like.place
     sent = group.layout.rows_by_shard[index]

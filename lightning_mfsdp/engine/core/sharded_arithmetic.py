@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NoReturn, TypeGuard, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -24,13 +24,12 @@ from torch.distributed.tensor import DTensor
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.containers import map_tensors, tensors_in
 from lightning_mfsdp.base.errors import EngineStateError
-from lightning_mfsdp.engine.core.number import Number
-from lightning_mfsdp.engine.core.placed_tensor import PlacedTensor
-from lightning_mfsdp.engine.core.rows_exchange import lie_alike, rows_where
+from lightning_mfsdp.engine.core.rows_exchange import fetch_rows, sharded_alike
 from lightning_mfsdp.engine.core.sharded_reductions import REDUCTIONS, foreach_norms, reduce_rows
-from lightning_mfsdp.engine.core.whole_view import WholeView, in_memory_of
+from lightning_mfsdp.engine.core.sharded_tensor import OPTIMIZER_ADVICE, LayoutError, Role, ShardedTensor
+from lightning_mfsdp.engine.core.whole_tensor import WholeTensor, in_memory_of
 
-__all__ = ["LayoutError", "assign_data", "refuse_gradient", "refuse_layout", "run"]
+__all__ = ["assign_data", "run"]
 
 # Elementwise operations that PyTorch does not tag as such.
 _ELEMENTWISE = frozenset(
@@ -45,18 +44,7 @@ _NOT_ELEMENTWISE = frozenset(("_foreach_max", "_foreach_norm", "_foreach_mm", "_
 _VIEWS = frozenset(("alias", "detach"))
 
 
-_OPTIMIZER_ADVICE = (
-    "An optimizer that treats every number by itself works on plain rows: call fully_shard_optimizer(optimizer, elementwise=True), under "
-    'Lightning in configure_optimizers. One that needs whole tensors works where they are whole: sharding="no_shard" without offload and '
-    "without a tensor axis"
-)
-
-
-class LayoutError(EngineStateError):
-    """An operation addresses rows by their position."""
-
-
-def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[PlacedTensor]) -> Any:
+def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[ShardedTensor]) -> Any:
     """An operation on `operands`. Collective where rows have to be fetched, or reduced.
 
     Raises:
@@ -76,15 +64,15 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequ
         return _on_whole(func, args, kwargs, operands)
     if name in REDUCTIONS:
         result, everywhere = reduce_rows(func, name, args, kwargs)
-        return map_tensors(lambda one: _number(one) if everywhere else _rows(one, first), result)
+        return map_tensors(lambda tensor: _result(tensor, None if everywhere else first), result)
     if name == "_foreach_norm":
-        return [_number(norm) for norm in foreach_norms(*args, **kwargs)]
+        return [WholeTensor.of(norm) for norm in foreach_norms(*args, **kwargs)]
     if name == "is_same_size":
         return args[0].shape == args[1].shape
-    return refuse_layout(name, first)
+    return first.refuse(name)
 
 
-def assign_data(target: PlacedTensor, value: Any) -> None:
+def assign_data(target: ShardedTensor, value: Any) -> None:
     """`target.data = value`: the values are copied into this rank's rows, which stay in place. Collective.
 
     Args:
@@ -100,21 +88,21 @@ def assign_data(target: PlacedTensor, value: Any) -> None:
         target.device.type,
     ):
         got = f"{tuple(value.shape)} {value.dtype} on {value.device}" if isinstance(value, Tensor) else type(value)
-        why = "because it is part of a buffer"
-        if not target.shows_weight:
+        what, why = "", "because it is part of a buffer"
+        if target.role is not Role.WEIGHT:
+            what = "gradient or optimizer state of "
             why = "or put another tensor in its place: parameter.grad = value, optimizer.state[parameter][name] = value"
         raise EngineStateError(
-            f"{'' if target.shows_weight else 'gradient or optimizer state of '}parameter {target.described}: .data can only be set to a "
-            f"tensor of its own shape {tuple(target.shape)}, {target.dtype} on {target.device.type}, {why}; got {got}. "
-            "Give it values like that"
+            f"{what}parameter {target.described}: .data can only be set to a tensor of its own shape {tuple(target.shape)}, "
+            f"{target.dtype} on {target.device.type}, {why}; got {got}. Give it values like that"
         )
-    shown = value.source if isinstance(value, WholeView) else value
-    if isinstance(shown, PlacedTensor) and shown.shows_weight and shown.place != target.place:
+    shown = value.source if isinstance(value, WholeTensor) else value
+    if isinstance(shown, ShardedTensor) and shown.role is Role.WEIGHT and shown.place != target.place:
         raise EngineStateError(
             f"parameter {target.described}: .data = that of parameter {shown.described} would make both one memory, and "
             "each is part of its unit's buffer; copy the values (.data.copy_(other)), or tie the parameters before fully_shard"
         )
-    if isinstance(value, WholeView):
+    if isinstance(value, WholeTensor):
         value = value.full_tensor()
     with torch.no_grad():
         run(torch.ops.aten.copy_.default, (target, value), {}, [target])
@@ -136,7 +124,7 @@ def _is_elementwise(func: Any) -> bool:
 _Place = tuple[int | str, int | None]
 
 
-def _elementwise(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], first: PlacedTensor) -> Any:
+def _elementwise(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], first: ShardedTensor) -> Any:
     """On the rows here. The n-th tensors of a foreach operation's lists are combined."""
     given = _arguments(args, kwargs)
     found = _tensors_by_place(given)
@@ -149,16 +137,16 @@ def _elementwise(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
     numbers = meeting.pop(None) if len(meeting) > 1 and None in meeting else {}
     models = {at: _model(name, tensors, written) for at, tensors in meeting.items()}
     here = {place: _whole(tensor) for place, tensor in numbers.items()}
-    away: dict[_Place, tuple[PlacedTensor, PlacedTensor]] = {}
+    away: dict[_Place, tuple[ShardedTensor, ShardedTensor]] = {}
     for at, tensors in meeting.items():
         like, shape = models[at]
-        if like is not None and like.is_divided and not like.lies.piece.has_whole_rows and shape != like.shape:
-            refuse_layout(name, like)
+        if like is not None and like.is_divided and not like.shard_spec.piece.has_whole_rows and shape != like.shape:
+            like.refuse(name)
         for place, tensor in tensors.items():
             if like is None:
                 here[place] = _whole(tensor)
             elif tensor is like or _lies_as(tensor, like, shape):
-                here[place] = cast("PlacedTensor", tensor)._local_tensor
+                here[place] = cast("ShardedTensor", tensor)._local_tensor
             else:
                 if place[0] in written:
                     _refuse_written(name, tensor, like)
@@ -166,7 +154,7 @@ def _elementwise(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
                     away[place] = tensor, like
                 else:
                     here[place] = _cut(_whole(tensor), like, shape)
-    here.update(zip(away, rows_where(list(away.values())), strict=True))
+    here.update(zip(away, fetch_rows(list(away.values())), strict=True))
     result = func(
         *(_replaced(value, key, here) for key, value in enumerate(args)),
         **{key: _replaced(value, key, here) for key, value in kwargs.items()},
@@ -174,10 +162,10 @@ def _elementwise(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
     if func._schema.is_mutable:
         return _written_to(given, written, result)
     if isinstance(result, (list, tuple)) and None not in models:
-        return [_shared_out(one, models[at][0]) for at, one in enumerate(result)]
+        return [_result(tensor, models[at][0]) for at, tensor in enumerate(result)]
     like = models[None][0]
-    shown = like is not None and name in _VIEWS and like.shows_weight
-    return map_tensors(lambda one: _shared_out(one, like, shows_weight=shown), result)
+    role = like.role if like is not None and name in _VIEWS else Role.OTHER
+    return map_tensors(lambda tensor: _result(tensor, like, role), result)
 
 
 def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int | str, Any]:
@@ -199,11 +187,10 @@ def _tensors_by_place(given: dict[int | str, Any]) -> dict[_Place, Tensor]:
 
 def _placed(tensor: Tensor) -> Tensor:
     """A DTensor that the user made of a parameter's rows and its `placements`, as one of ours."""
-    if isinstance(tensor, DTensor) and not isinstance(tensor, PlacedTensor):
+    if isinstance(tensor, DTensor) and not isinstance(tensor, ShardedTensor):
         for placement in tensor.placements:
             if isinstance(placement, compat.OwnShard) and (group := placement.owner[0]()) is not None:
-                made: PlacedTensor = _rows(tensor._local_tensor, group.entries[placement.owner[1]].sharded)
-                return made
+                return _sharded_as(tensor._local_tensor, group.entries[placement.owner[1]].sharded)
     return tensor
 
 
@@ -211,7 +198,7 @@ def _is_foreign(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether it is a DTensor that is not ours, and is not whole on every rank."""
     return (
         isinstance(tensor, DTensor)
-        and not isinstance(tensor, PlacedTensor)
+        and not isinstance(tensor, ShardedTensor)
         and not all(placement.is_replicate() for placement in tensor.placements)
     )
 
@@ -225,7 +212,7 @@ def _settle(tensors: dict[_Place, Tensor], written: Sequence[int | str]) -> None
             tensors[place] = _settled(tensor, like, is_written=place[0] in written)
 
 
-def _settled(tensor: DTensor, like: PlacedTensor | None, *, is_written: bool = False) -> DTensor:
+def _settled(tensor: DTensor, like: ShardedTensor | None, *, is_written: bool = False) -> DTensor:
     """A DTensor that is not ours: one of ours if its parts must be those of `like`, and as it is if DTensor distributed it.
 
     What DTensor computes with rows of a parameter does not tell that they are such rows (from torch 2.14 on, not even `zeros_like` does),
@@ -243,7 +230,7 @@ def _settled(tensor: DTensor, like: PlacedTensor | None, *, is_written: bool = F
     shape, offset = compat.equal_part(tensor)
     flags = [local.shape != shape, True, False, False, False]
     if like is not None:
-        places = [box.offsets for box in like.lies.piece.boxes]
+        places = [box.offsets for box in like.shard_spec.piece.boxes]
         flags[1:] = [
             (local.shape, tensor.placements) != (like._local_tensor.shape, like._spec.placements),
             tensor.shape != like.shape,
@@ -259,13 +246,12 @@ def _settled(tensor: DTensor, like: PlacedTensor | None, *, is_written: bool = F
         is_of_rows = is_unequal or is_untold
         is_refused = is_of_rows or (lies_elsewhere and bool(stepping))
         if (is_of_rows and not is_strips) or (is_refused and not is_written and _is_one_number(local, mesh)):
-            made: PlacedTensor = _rows(local, like)
-            return made
+            return _sharded_as(local, like)
     if is_refused:
         where = f" in the step of {stepping}" if stepping else ""
         raise LayoutError(
             f"a DTensor of shape {tuple(tensor.shape)}{where} has other rows than DTensor gives each rank, or may have; make it by "
-            f"torch.zeros_like(parameter). {_OPTIMIZER_ADVICE}"
+            f"torch.zeros_like(parameter). {OPTIMIZER_ADVICE}"
         )
     return tensor
 
@@ -293,34 +279,34 @@ def _replaced(value: Any, key: int | str, here: dict[_Place, Tensor]) -> Any:
 
 def _model(
     name: str, tensors: dict[_Place, Tensor], written: Sequence[int | str]
-) -> tuple[PlacedTensor | None, torch.Size]:
+) -> tuple[ShardedTensor | None, torch.Size]:
     """The common layout of the tensors of one operation, and the shape of all together; `None`: whole on every rank."""
     for key in written:
         for place, tensor in tensors.items():
             if place[0] == key:
-                if isinstance(tensor, PlacedTensor):
+                if isinstance(tensor, ShardedTensor):
                     return tensor, tensor.shape
                 rows = [one for one in tensors.values() if _is_divided(one)]
                 if rows and tensor.dim():
-                    refuse_layout(name, rows[0])
+                    rows[0].refuse(name)
                 return None, tensor.shape
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors.values()))
     fit = [
         tensor
         for tensor in tensors.values()
-        if isinstance(tensor, PlacedTensor) and tensor.dim() == len(shape) and tensor.shape[:1] == shape[:1]
+        if isinstance(tensor, ShardedTensor) and tensor.dim() == len(shape) and tensor.shape[:1] == shape[:1]
     ]
     return next((tensor for tensor in fit if tensor.is_divided), fit[0] if fit else None), shape
 
 
-def _lies_as(tensor: Tensor, like: PlacedTensor, shape: torch.Size) -> bool:
+def _lies_as(tensor: Tensor, like: ShardedTensor, shape: torch.Size) -> bool:
     """Whether every rank has what meets its numbers of `like` in an operation whose operands together have a shape."""
-    return _is_divided(tensor) and tensor.dim() == len(shape) and lie_alike(tensor, like)
+    return _is_divided(tensor) and tensor.dim() == len(shape) and sharded_alike(tensor, like)
 
 
-def _has_rows_of(tensor: Tensor, like: PlacedTensor, shape: torch.Size) -> bool:
+def _has_rows_of(tensor: Tensor, like: ShardedTensor, shape: torch.Size) -> bool:
     """Whether ranks have whole rows of `like`, which meet rows of the tensor, and not the same numbers several times."""
-    return like.lies.piece.has_whole_rows and 0 < tensor.dim() == len(shape) and tensor.shape[0] == shape[0]
+    return like.shard_spec.piece.has_whole_rows and 0 < tensor.dim() == len(shape) and tensor.shape[0] == shape[0]
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -329,17 +315,17 @@ def _whole(tensor: Tensor) -> Tensor:
         return tensor
     if all(placement.is_replicate() for placement in tensor.placements):
         return tensor._local_tensor
-    if not isinstance(tensor, PlacedTensor):
+    if not isinstance(tensor, ShardedTensor):
         # Torch 2.11 would detach what needs a gradient in place, which DTensor does not support.
         return cast("DTensor", tensor.detach()).full_tensor()
     return tensor.full_tensor()
 
 
-def _cut(whole: Tensor, like: PlacedTensor, shape: torch.Size) -> Tensor:
+def _cut(whole: Tensor, like: ShardedTensor, shape: torch.Size) -> Tensor:
     """What of a whole tensor meets the numbers that this rank has of `like`; all of it where it is the same for all rows."""
     if not like.is_divided:
         return whole
-    piece = like.lies.piece
+    piece = like.shard_spec.piece
     if piece.has_whole_rows:
         return piece.rows_of(whole) if _has_rows_of(whole, like, shape) else whole
     return piece.of(whole.expand(piece.shape)) if whole.dim() else whole
@@ -357,12 +343,12 @@ def _written_to(given: dict[int | str, Any], written: Sequence[int | str], resul
     """What an operation in place returns, once all ranks have noted the write."""
     for key in written:
         for one in tensors_in(given[key]):
-            if isinstance(one, PlacedTensor):
+            if isinstance(one, ShardedTensor):
                 one.note_write()
     return given[written[0]] if isinstance(result, Tensor) else result
 
 
-def _equal(one: Tensor, other: Tensor, like: PlacedTensor) -> bool:
+def _equal(one: Tensor, other: Tensor, like: ShardedTensor) -> bool:
     if one.shape != other.shape:
         return False
     same = run(torch.ops.aten.eq.Tensor, (one, other), {}, [like])
@@ -372,11 +358,13 @@ def _equal(one: Tensor, other: Tensor, like: PlacedTensor) -> bool:
 # -- random numbers ----------------------------------------------------------------------------------------------------
 
 
-def _draw(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[PlacedTensor]) -> Any:
+def _draw(
+    func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[ShardedTensor]
+) -> Any:
     """The whole tensor's numbers, of which this rank keeps its rows: distinct from other ranks' rows, with equal or different seeds."""
     like = operands[0]
     if len(operands) > 1 or args[0] is not like or not (name.endswith("_like") or func._schema.is_mutable):
-        return refuse_layout(name, like)
+        return like.refuse(name)
     whole = torch.empty(like.shape, dtype=like.dtype, device=like._local_tensor.device)
     drawn = func(whole, *args[1:], **kwargs)
     own = like.of_whole(drawn)
@@ -384,14 +372,14 @@ def _draw(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], o
         like._local_tensor.copy_(own)
         like.note_write()
         return like
-    return _rows(own.clone(), like)
+    return _sharded_as(own.clone(), like)
 
 
 # -- results -----------------------------------------------------------------------------------------------------------
 
 
-def _is_divided(tensor: Tensor) -> TypeGuard[PlacedTensor]:
-    return isinstance(tensor, PlacedTensor) and tensor.is_divided
+def _is_divided(tensor: Tensor) -> TypeGuard[ShardedTensor]:
+    return isinstance(tensor, ShardedTensor) and tensor.is_divided
 
 
 def _by_dtensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -401,7 +389,7 @@ def _by_dtensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return _written_to(given, [key for key in _written(func) if key in given], result)
 
 
-def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[PlacedTensor]) -> Any:
+def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[ShardedTensor]) -> Any:
     """An operation on tensors that are whole on every rank."""
     for tensor in tensors_in((args, kwargs)):
         if _is_foreign(tensor):
@@ -411,78 +399,48 @@ def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands
         given = _arguments(args, kwargs)
         return _written_to(given, [key for key in _written(func) if key in given], result)
     first = operands[0]
-    shown = func.overloadpacket.__name__ in _VIEWS and first.shows_weight
+    role = first.role if func.overloadpacket.__name__ in _VIEWS else Role.OTHER
 
-    def shared_out(one: Tensor) -> Any:
-        if one.shape == first.shape:
-            return _shared_out(one, first, shows_weight=shown)
-        source = next((operand for operand in operands if in_memory_of(one, operand._local_tensor)), None)
-        return _number(one) if source is None else WholeView.of(one, source, None)
+    def placed(tensor: Tensor) -> Any:
+        if tensor.shape == first.shape:
+            return _result(tensor, first, role)
+        return WholeTensor.of(
+            tensor, next((operand for operand in operands if in_memory_of(tensor, operand._local_tensor)), None)
+        )
 
-    return map_tensors(shared_out, result)
+    return map_tensors(placed, result)
 
 
 def _as_plain(tensor: Tensor) -> Tensor:
     """As DTensor itself sees it; the same memory."""
-    if not isinstance(tensor, PlacedTensor):
+    if not isinstance(tensor, ShardedTensor):
         return tensor
     return DTensor(tensor._local_tensor, tensor._spec, requires_grad=False)
 
 
-def _rows(local: Tensor, like: PlacedTensor) -> Any:
+def _result(local: Tensor, like: ShardedTensor | None, role: Role = Role.OTHER) -> Tensor:
+    """What an operation returns: distributed as `like`, or, for `None`, the same on every rank."""
+    return WholeTensor.of(local) if like is None else _sharded_as(local, like, role)
+
+
+def _sharded_as(local: Tensor, like: ShardedTensor, role: Role = Role.OTHER) -> ShardedTensor:
     """What this rank has of a tensor that is distributed as `like`: with its rows, or, if ranks have parts of those, with its shape."""
-    whole_rows = like.lies.piece.has_whole_rows
-    return like.over(local, like, torch.Size([*like.shape[:1], *local.shape[1:]]) if whole_rows else None)
-
-
-def _number(value: Tensor) -> Number:
-    """The same on every rank, plain so that it may join a loss."""
-    return value.as_subclass(Number)
-
-
-def _shared_out(value: Tensor, like: PlacedTensor | None, *, shows_weight: bool = False) -> Any:
-    """A result of operands laid out as `like`."""
-    if like is None:
-        return _number(value)
-    made = _rows(value, like)
-    made.shows_weight = shows_weight
-    return made
+    whole_rows = like.shard_spec.piece.has_whole_rows
+    shape = torch.Size([*like.shape[:1], *local.shape[1:]]) if whole_rows else None
+    return ShardedTensor.over(local, like, shape, role)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
-def _refuse_written(name: str, tensor: Tensor, like: PlacedTensor) -> None:
+def _refuse_written(name: str, tensor: Tensor, like: ShardedTensor) -> None:
     """Raise if an operation that computes with pieces that lie as `like` would write to a tensor that lies otherwise."""
     if not tensor.dim() or not (like.is_divided or _is_divided(tensor)):
         return
-    if not isinstance(tensor, PlacedTensor):
-        refuse_layout(name, like)
+    if not isinstance(tensor, ShardedTensor):
+        like.refuse(name)
     described = ", ".join(dict.fromkeys(partner.described for partner in (tensor, like)))
     raise EngineStateError(
         f"{name}: parameters {described} have their rows on different ranks, because their shapes or units differ, and this operation "
         "would write to both; go through full_tensor(), or shard both models alike"
-    )
-
-
-def refuse_layout(name: str, operand: PlacedTensor) -> NoReturn:
-    """Raise: the operation addresses rows by their position."""
-    if operand.stepping:
-        raise LayoutError(
-            f"{name}: {operand.stepping} calls it in its step on parameter {operand.described}, whose rows are sharded in parts "
-            f"that differ in length, and it would mix them up. {_OPTIMIZER_ADVICE}"
-        )
-    raise LayoutError(
-        f"{name}: parameter {operand.described} is sharded by rows in parts that differ in length, which this operation would mix up; "
-        "call it on value.full_tensor(), the whole tensor, on all ranks, use the weight inside its unit's forward, or change it under "
-        "unshard(module, writeback=True)"
-    )
-
-
-def refuse_gradient(described: str) -> NoReturn:
-    """Raise: a backward reached sharded rows, which autograd does not track."""
-    raise EngineStateError(
-        f"parameter {described}: a loss was computed from its sharded rows, outside its unit's forward, and the gradient would be lost. "
-        "Compute penalties on weights in the forward of the module that owns them, or use the optimizer's weight_decay; to inspect "
-        "values, use torch.no_grad()"
     )

@@ -14,13 +14,11 @@ from torch.utils.hooks import RemovableHandle
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.engine.core.gradient_hooks import add_gradient_hook
-from lightning_mfsdp.engine.core.held_back import GradientRows, HeldBackGradient, HeldBackRows
-from lightning_mfsdp.engine.core.number import Number
 from lightning_mfsdp.engine.core.piece import Piece
-from lightning_mfsdp.engine.core.placed_tensor import Lies, as_dtensor
-from lightning_mfsdp.engine.core.rows_exchange import lie_alike
-from lightning_mfsdp.engine.core.sharded_arithmetic import refuse_gradient
-from lightning_mfsdp.engine.core.sharded_tensor import Rows
+from lightning_mfsdp.engine.core.rows_exchange import sharded_alike
+from lightning_mfsdp.engine.core.sharded_functions import operate
+from lightning_mfsdp.engine.core.sharded_tensor import Role, ShardedTensor, ShardSpec, as_dtensor, refuse_gradient
+from lightning_mfsdp.engine.core.whole_tensor import WholeTensor
 
 if TYPE_CHECKING:
     from lightning_mfsdp.engine.core.group import ParameterGroup
@@ -33,19 +31,18 @@ SHARDED = "_sharded"  # where local rows have a weak reference to what the modul
 _EQUAL = (Tensor.__eq__, Tensor.eq)
 
 
-class ShardedParameter(Rows):
+class ShardedParameter(ShardedTensor):
     """This rank's rows of a main weight, in the global shape. Their number may differ between ranks or be zero.
 
     Rows are whole, unless ranks compute with parts of them (base/part.py). It can be used in elementwise arithmetic and optimizers like any
     DTensor. Mixed with plain tensors, as in a forward outside its unit, it is gathered, with a warning for large parameters.
     """
 
-    shows_weight = True
     _local: nn.Parameter
     _unsharded: Callable[[], nn.Parameter | None]  # weak: an optimizer may outlive the module
     _name: str
-    gradient_rows: Rows | None  # over a gradient that is not the engine's: assigned by the user, or held back
-    _shown_gradient: Callable[[], Rows | None]  # over the engine's, which keeps it
+    gradient_rows: ShardedTensor | None  # over a gradient that is not the engine's: assigned by the user, or held back
+    _shown_gradient: Callable[[], ShardedTensor | None]  # over the engine's, which keeps it
     # PyTorch refuses to swap in another tensor (`module.half()`) while there is a weak reference.
     _unswappable: weakref.ref[ShardedParameter]
 
@@ -67,7 +64,7 @@ class ShardedParameter(Rows):
         made._is_param = True
         made._owner = (weakref.ref(group), index)
         split = group.placement.main, group.placement.outer_main
-        made.lies = Lies(piece, group.layout.rows_by_shard[index], group.mesh, split)
+        made.role, made.shard_spec = Role.WEIGHT, ShardSpec(piece, group.layout.rows_by_shard[index], group.mesh, split)
         made._local, made._unsharded, made._name = local, weakref.ref(full), name
         made.gradient_rows, made._shown_gradient = None, _nothing
         made._unswappable = weakref.ref(made)
@@ -109,8 +106,7 @@ class ShardedParameter(Rows):
         if shown is not None and shown._local_tensor is grad:
             return shown
         if self.gradient_rows is None or self.gradient_rows._local_tensor is not grad:
-            is_held_back = isinstance(grad, HeldBackGradient)
-            self.gradient_rows = Rows.over(grad, self, kind=HeldBackRows if is_held_back else GradientRows)
+            self.gradient_rows = ShardedTensor.over(grad, self, role=Role.GRADIENT)
         return self.gradient_rows
 
     @grad.setter
@@ -123,7 +119,7 @@ class ShardedParameter(Rows):
         if value is None:
             self._local.grad = self.gradient_rows = None
             return
-        rows = value if isinstance(value, Rows) and lie_alike(value, self) else self._rows_of(value)
+        rows = value if isinstance(value, ShardedTensor) and sharded_alike(value, self) else self._rows_of(value)
         self._local.grad = rows._local_tensor
         self.gradient_rows = None if rows is self._shown_gradient() else rows
 
@@ -133,9 +129,9 @@ class ShardedParameter(Rows):
         if group is not None:
             group.reduce_held_back()
 
-    def show_gradient(self, rows: Tensor) -> Rows:
+    def show_gradient(self, rows: Tensor) -> ShardedTensor:
         """From now on `.grad` is the result whenever the local representation's is `rows`, and lives as long as that."""
-        made: Rows = Rows.over(rows, self, kind=GradientRows)
+        made = ShardedTensor.over(rows, self, role=Role.GRADIENT)
         self._shown_gradient = weakref.ref(made)
         return made
 
@@ -148,17 +144,16 @@ class ShardedParameter(Rows):
                 "(on_after_backward in Lightning), or train without CUDA graphs"
             )
 
-    def _rows_of(self, value: Tensor) -> Rows:
+    def _rows_of(self, value: Tensor) -> ShardedTensor:
         """This rank's rows of a gradient that is whole on every rank, or lies elsewhere."""
-        if isinstance(value, (DTensor, Number)):
+        if isinstance(value, (DTensor, WholeTensor)):
             value = value.full_tensor()
         if value.shape != self.shape:
             raise EngineStateError(
                 f"{self.described}: its gradient was set to a tensor of shape {tuple(value.shape)}; expected {tuple(self.shape)}, the "
                 "shape of the whole parameter, with the same values on every rank"
             )
-        made: Rows = Rows.over(self.of_whole(value).detach().to(self._local).clone(), self)
-        return made
+        return ShardedTensor.over(self.of_whole(value).detach().to(self._local).clone(), self)
 
     def note_write(self) -> None:
         """Main weights were written: forward must read them, and graphs that saved the parameter are out of date, as in plain PyTorch."""
@@ -166,9 +161,10 @@ class ShardedParameter(Rows):
         group, index = self.place
         group.outdate_graphs(index)
 
-    def forget_cleared_gradient(self) -> None:
-        """Drop the DTensor of a cleared gradient, which would keep its memory alive."""
-        if self._local.grad is None:
+    def forget_former_gradient(self) -> None:
+        """Drop the sharded tensor over a gradient that was cleared, or was held back before; it would keep memory alive."""
+        grad, shown = self._local.grad, self._shown_gradient()
+        if grad is None or (shown is not None and shown._local_tensor is grad):
             self.gradient_rows = None
 
     @property
@@ -211,8 +207,19 @@ class ShardedParameter(Rows):
         """The module's own parameter is plain again. PyTorch would refuse to replace it while there is a weak reference."""
         self._unsharded = _nothing
 
-    def take_assigned(self) -> None:
-        """Copy what was assigned to the `data` of the local representation to where the rows belong, before they are read."""
+    @classmethod
+    def converted(cls, rows: ShardedTensor, original: ShardedParameter) -> ShardedParameter:
+        """What a module shows of a parameter whose rows were moved elsewhere, or converted to another dtype.
+
+        All else is the original parameter's: a converted `nn.Parameter` is the same object. Whether it is trainable, its gradient (where
+        and in the dtype that it has), what it is equal to, attributes that users set.
+        """
+        parameter = cls(rows._local_tensor.detach(), rows._spec, requires_grad=False)
+        parameter.__dict__, parameter.role = original.__dict__, Role.CONVERTED
+        return parameter
+
+    def before_use(self, *, zeroed: bool = False) -> None:
+        """Copy what was assigned to the `data` of the local representation to where the rows belong."""
         if self._local.data_ptr() != self._local_tensor.data_ptr() and (group := self._owner[0]()) is not None:
             group.weights.take_assigned()
             group.known_writes(weights=True)
@@ -249,6 +256,10 @@ class ShardedParameter(Rows):
             f"share_memory_ on parameter {self.described}: shards lie in buffers of the engine; share the module before fully_shard or "
             "after unshard_model"
         )
+
+
+# A sharded tensor computes by functions that make sharded tensors: each needs the other, and this file, which has both, joins them.
+ShardedTensor.operate = staticmethod(operate)
 
 
 def _nothing() -> None:

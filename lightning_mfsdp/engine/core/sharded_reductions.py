@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from lightning_mfsdp.engine.comm.collectives import Axis
-from lightning_mfsdp.engine.core.placed_tensor import PlacedTensor
 from lightning_mfsdp.engine.core.rows import sharded_axes
+from lightning_mfsdp.engine.core.sharded_tensor import ShardedTensor
 
 __all__ = ["REDUCTIONS", "foreach_norms", "reduce_rows"]
 
@@ -38,11 +38,11 @@ def reduce_rows(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, A
     Returns:
         The result, plain, and whether it is the same on every rank; otherwise it has the rows that the operand has here.
     """
-    rows: PlacedTensor = args[0]
+    rows: ShardedTensor = args[0]
     local = rows._local_tensor
     given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     dims = _dims(given.get("dim"), rows.dim())
-    if not rows.lies.piece.has_whole_rows and len(dims) < rows.dim():  # parts of rows cannot be reduced alone
+    if not rows.shard_spec.piece.has_whole_rows and len(dims) < rows.dim():  # parts of rows cannot be reduced alone
         return func(rows.full_tensor(), *args[1:], **kwargs), True
     if 0 not in dims:
         return func(local, *args[1:], **kwargs), False
@@ -66,8 +66,8 @@ def foreach_norms(
     together: dict[tuple[Any, ...], list[int]] = {}
     axes_of: dict[tuple[Any, ...], tuple[Axis, ...]] = {}
     for number, tensor in enumerate(tensors):
-        divided = isinstance(tensor, PlacedTensor) and tensor.is_divided
-        axes = sharded_axes(*tensor.place) if isinstance(tensor, PlacedTensor) and divided else ()
+        divided = isinstance(tensor, ShardedTensor) and tensor.is_divided
+        axes = sharded_axes(*tensor.place) if isinstance(tensor, ShardedTensor) and divided else ()
         local = getattr(tensor, "_local_tensor", tensor)
         found.append(_power_sum(local, order, None, keep=False, dtype=_wide(dtype or tensor.dtype)))
         key = (*(id(axis.group) for axis in axes), found[-1].dtype, found[-1].device)
@@ -110,32 +110,32 @@ def _over_ranks_in_place(value: Tensor, axes: Sequence[Axis], op: Any) -> None:
         dist.all_reduce(value, op=op, group=axis.group)
 
 
-def _sum(rows: PlacedTensor, given: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
+def _sum(rows: ShardedTensor, given: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
     local = rows._local_tensor
     dtype = given.get("dtype") or (local.dtype if local.is_floating_point() else torch.int64)
     total = torch.sum(local, dims, keepdim=keep, dtype=_wide(dtype))
     return _over_ranks(total, sharded_axes(*rows.place), ReduceOp.SUM).to(dtype)
 
 
-def _nansum(rows: PlacedTensor, given: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
+def _nansum(rows: ShardedTensor, given: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
     local = rows._local_tensor
     dtype = given.get("dtype") or local.dtype
     total = torch.nansum(local, dims, keepdim=keep, dtype=_wide(dtype))
     return _over_ranks(total, sharded_axes(*rows.place), ReduceOp.SUM).to(dtype)
 
 
-def _mean(rows: PlacedTensor, given: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
+def _mean(rows: ShardedTensor, given: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
     dtype = given.get("dtype") or rows.dtype
     total = _sum(rows, {"dtype": _wide(dtype)}, dims, keep)
     return (total / math.prod(rows.shape[dim] for dim in dims)).to(dtype)
 
 
-def _count_nonzero(rows: PlacedTensor, given: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
+def _count_nonzero(rows: ShardedTensor, given: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
     total = torch.sum(rows._local_tensor != 0, dims)
     return _over_ranks(total, sharded_axes(*rows.place), ReduceOp.SUM)
 
 
-def _norm(rows: PlacedTensor, given: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
+def _norm(rows: ShardedTensor, given: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
     order = given.get("ord", given.get("p"))
     order = 2.0 if order is None else float(order)
     dtype = given.get("dtype") or rows.dtype
@@ -178,32 +178,32 @@ def _kept(local: Tensor, dims: list[int], keep: bool) -> list[int]:
     return [1 if dim in dims else size for dim, size in enumerate(local.shape) if keep or dim not in dims]
 
 
-def _extreme(rows: PlacedTensor, dims: list[int], keep: bool, *, largest: bool) -> Tensor:
+def _extreme(rows: ShardedTensor, dims: list[int], keep: bool, *, largest: bool) -> Tensor:
     local = rows._local_tensor.to(_wide(rows.dtype))
     here = _extreme_here(local, dims, keep, largest=largest, neutral=-math.inf if largest else math.inf)
     op = ReduceOp.MAX if largest else ReduceOp.MIN
     return _over_ranks(here, sharded_axes(*rows.place), op).to(rows.dtype)
 
 
-def _amax(rows: PlacedTensor, given: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
+def _amax(rows: ShardedTensor, given: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
     return _extreme(rows, dims, keep, largest=True)
 
 
-def _amin(rows: PlacedTensor, given: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
+def _amin(rows: ShardedTensor, given: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
     return _extreme(rows, dims, keep, largest=False)
 
 
-def _any(rows: PlacedTensor, given: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
+def _any(rows: ShardedTensor, given: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
     count = torch.sum(rows._local_tensor != 0, dims, keepdim=keep)
     return _over_ranks(count, sharded_axes(*rows.place), ReduceOp.SUM) > 0
 
 
-def _all(rows: PlacedTensor, given: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
+def _all(rows: ShardedTensor, given: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
     count = torch.sum(rows._local_tensor == 0, dims, keepdim=keep)
     return _over_ranks(count, sharded_axes(*rows.place), ReduceOp.SUM) == 0
 
 
-_COMBINED: dict[str, Callable[[PlacedTensor, dict[str, Any], list[int], bool], Tensor]] = {
+_COMBINED: dict[str, Callable[[ShardedTensor, dict[str, Any], list[int], bool], Tensor]] = {
     "all": _all,
     "amax": _amax,
     "amin": _amin,

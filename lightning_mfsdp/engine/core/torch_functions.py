@@ -18,8 +18,10 @@ __all__ = [
     "describes",
     "is_in_place",
     "makes_alike",
+    "uses_values",
     "writes_by_position",
     "written_argument",
+    "zeroes",
 ]
 
 _DESCRIBES = frozenset(
@@ -91,6 +93,16 @@ def computes(function: Any) -> bool:
     if name == "__get__":
         return function in _TRANSPOSED
     return not (name in _SHOWS or name in _COPIES or describes(function) or makes_alike(function))
+
+
+def uses_values(function: Any) -> bool:
+    """Whether it reads or writes a tensor's values."""
+    return not (describes(function) or makes_alike(function) or getattr(function, "__name__", "") == "detach_")
+
+
+def zeroes(function: Any) -> bool:
+    """Whether it sets a tensor, or each of a list, to zero."""
+    return getattr(function, "__name__", "") in ("zero_", "_foreach_zero_")
 
 
 def writes_by_position(function: Any) -> bool:

@@ -16,7 +16,7 @@ from lightning_mfsdp.engine.core.conversion import refuse_moved
 from lightning_mfsdp.engine.core.group import owner_of, place_of
 from lightning_mfsdp.engine.core.inspect import context_of, sharded_parameters
 from lightning_mfsdp.engine.core.parameter import is_left_behind
-from lightning_mfsdp.engine.core.sharded_tensor import Rows
+from lightning_mfsdp.engine.core.sharded_tensor import ShardedTensor
 
 __all__ = ["AveragedWeights"]
 
@@ -212,5 +212,6 @@ class AveragedWeights:
             name = names.get((id(place[0]), place[1])) if place is not None else key
             if name in averages:
                 average = averages[name]
-                averaged[key] = Rows.over(average.to(value.device), value) if isinstance(value, Rows) else average
+                is_sharded = isinstance(value, ShardedTensor)
+                averaged[key] = ShardedTensor.over(average.to(value.device), value) if is_sharded else average
         return averaged

@@ -14,7 +14,7 @@ from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.engine.core.context import Context
 from lightning_mfsdp.engine.core.group import owner_of
 from lightning_mfsdp.engine.core.parameter import Entry
-from lightning_mfsdp.engine.core.rows_exchange import lie_alike, rows_where
+from lightning_mfsdp.engine.core.rows_exchange import fetch_rows, sharded_alike
 
 __all__ = ["lerp_"]
 
@@ -79,12 +79,12 @@ def _rows_of_sources(pairs: list[_Pair]) -> list[Tensor]:
             rows.append(whole if target is None or not whole.dim() else target.piece.of(whole))
         elif target is None:
             rows.append(source.sharded.full_tensor())
-        elif lie_alike(target.sharded, source.sharded):
+        elif sharded_alike(target.sharded, source.sharded):
             rows.append(source.local.detach())
         else:
             rows.append(None)
             away.append((source.sharded, target.sharded))
-    fetched = iter(rows_where(away))
+    fetched = iter(fetch_rows(away))
     return [next(fetched) if local_rows is None else local_rows for local_rows in rows]
 
 

@@ -18,10 +18,9 @@ from torch.optim import Optimizer
 from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.engine.core.group import as_sharded
 from lightning_mfsdp.engine.core.parameter import is_left_behind
-from lightning_mfsdp.engine.core.placed_tensor import PlacedTensor
-from lightning_mfsdp.engine.core.rows_exchange import lie_alike
+from lightning_mfsdp.engine.core.rows_exchange import sharded_alike
 from lightning_mfsdp.engine.core.sharded_parameter import ShardedParameter
-from lightning_mfsdp.engine.core.sharded_tensor import Rows
+from lightning_mfsdp.engine.core.sharded_tensor import ShardedTensor
 
 __all__ = ["as_shown", "refuse_left_behind", "show_state", "take_state", "taken"]
 
@@ -55,7 +54,7 @@ def take_state(state_dict: dict[str, Any], held: Sequence[Tensor]) -> dict[str, 
     for key, parameter in zip(saved, held, strict=False):
         if (shown := as_sharded(parameter)) is not None and isinstance(state.get(key), Mapping):
             plain = {name: taken(name, value, shown) for name, value in state[key].items()}
-            if isinstance(parameter, Rows):
+            if isinstance(parameter, ShardedTensor):
                 plain = {name: as_shown(name, value, shown) for name, value in plain.items()}
             state[key] = plain
     return {**state_dict, "state": state}
@@ -84,13 +83,13 @@ def _has_shape(key: str, value: Any, shape: torch.Size) -> bool:
 def as_shown(key: str, value: Any, parameter: ShardedParameter) -> Any:
     """State of local rows as users see it: a DTensor over the same memory, where it is shaped like them, of no class of its own."""
     is_plain = type(value) in (Tensor, nn.Parameter) and _has_shape(key, value, parameter._local_tensor.shape)
-    return Rows.over(value, parameter) if is_plain else value
+    return ShardedTensor.over(value, parameter) if is_plain else value
 
 
 def taken(key: str, value: Any, parameter: ShardedParameter) -> Any:
     """State of whichever representation as that of local rows: plain. Collective for DTensors whose rows lie otherwise than these."""
     local_shape, shape = parameter._local_tensor.shape, parameter.shape
-    if isinstance(value, PlacedTensor) and lie_alike(value, parameter):
+    if isinstance(value, ShardedTensor) and sharded_alike(value, parameter):
         value = value._local_tensor  # itself, and not a view of it
     elif isinstance(value, DTensor):
         value = value.full_tensor()
