@@ -42,7 +42,7 @@ def writes_in_place(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     """Whether a torch function writes to its first argument or to `out`, a sharded tensor or a list that has some."""
     if not is_in_place(function, kwargs):
         return False
-    return any(isinstance(one, DTensor) for one in tensors_in(written_argument(args, kwargs)))
+    return any(isinstance(tensor, DTensor) for tensor in tensors_in(written_argument(args, kwargs)))
 
 
 def needs_whole(tensors: list[Tensor]) -> bool:
@@ -74,39 +74,38 @@ def use_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             return tensor
         if type(tensor) is DTensor:  # a number, made of rows
             return tensor.full_tensor()
-        made, group = _whole(cast("ShardedTensor", tensor))
+        memory, group = _whole(cast("ShardedTensor", tensor))
         if group is not None:
             groups[id(group)] = group
-        gathered.append((cast("ShardedTensor", tensor), made))
-        return made
+        gathered.append((cast("ShardedTensor", tensor), memory))
+        return memory
 
     args, kwargs = map_tensors(whole, (args, kwargs))
-    before = [None if made.is_inference() else made._version for _, made in gathered]
+    before = [None if memory.is_inference() else memory._version for _, memory in gathered]
     result = function(*args, **kwargs)
-    for (source, made), version in zip(gathered, before, strict=True):
-        if version is not None and version != made._version:  # `embedding(max_norm=...)` writes
+    for (source, memory), version in zip(gathered, before, strict=True):
+        if version is not None and version != memory._version:  # `embedding(max_norm=...)` writes
             with torch.no_grad():
-                source.copy_(made)
-    shown = [made for _, made in gathered if any(in_memory_of(one, made) for one in tensors_in(result))]
-    if any(
-        made.requires_grad for made in shown
-    ):  # other weights will lie in its memory, or its function forbids writes to views
-        own = {id(made): made.clone() for made in shown}
-        gathered = [(source, own.get(id(made), made)) for source, made in gathered]
-        result = function(*map_tensors(lambda one: own.get(id(one), one), args), **kwargs)
+                source.copy_(memory)
+    returned = [memory for _, memory in gathered if any(in_memory_of(tensor, memory) for tensor in tensors_in(result))]
+    if any(memory.requires_grad for memory in returned):
+        # Other weights will lie in that memory, or its function forbids writes to views.
+        own = {id(memory): memory.clone() for memory in returned}
+        gathered = [(source, own.get(id(memory), memory)) for source, memory in gathered]
+        result = function(*map_tensors(lambda tensor: own.get(id(tensor), tensor), args), **kwargs)
 
     wholes = [
-        Gathered(source, made, partial(_again, source, groups, recorded=made.requires_grad), source.known_writes)
-        for source, made in gathered
+        Gathered(source, memory, partial(_again, source, groups, recorded=memory.requires_grad), source.known_writes)
+        for source, memory in gathered
     ]
 
     def kept(tensor: Tensor) -> Tensor:
         if tensor.grad_fn is not None:
             for group in groups.values():
                 tensor.grad_fn.register_prehook(_beginning(group))
-        for one in wholes if shown else ():
-            if in_memory_of(tensor, one.memory):
-                return WholeTensor.of(tensor, one.source, one)
+        for seen in wholes if returned else ():
+            if in_memory_of(tensor, seen.memory):
+                return WholeTensor.of(tensor, seen.source, seen)
         return tensor
 
     return map_tensors(kept, result)
@@ -122,13 +121,15 @@ def gradients_to_weights(function: Any, args: tuple[Any, ...], kwargs: dict[str,
     """
     call = inspect.signature(function).bind(*args, **kwargs)
     inputs = call.arguments["inputs"]
-    given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-    call.arguments["inputs"] = [_unsharded(one) if isinstance(one, ShardedTensor) else one for one in given]
+    inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    call.arguments["inputs"] = [
+        _unsharded(tensor) if isinstance(tensor, ShardedTensor) else tensor for tensor in inputs
+    ]
     with compat.without_torch_function():
-        found = function(*call.args, **call.kwargs)
+        gradients = function(*call.args, **call.kwargs)
     return tuple(
-        gradient.to(one.dtype) if isinstance(one, ShardedTensor) and gradient is not None else gradient
-        for one, gradient in zip(given, found, strict=True)
+        gradient.to(tensor.dtype) if isinstance(tensor, ShardedTensor) and gradient is not None else gradient
+        for tensor, gradient in zip(inputs, gradients, strict=True)
     )
 
 
@@ -198,18 +199,18 @@ def _again(source: ShardedTensor, groups: dict[int, ParameterGroup], *, recorded
     """All of a sharded tensor, gathered again, in memory of its own; with history if it had one and a graph is recorded. Collective."""
     if not (recorded and torch.is_grad_enabled()):
         return source.full_tensor()
-    made: Tensor = _Whole.apply(_anchor(source.place[0]), [source, source.full_tensor()]).clone()
+    whole: Tensor = _Whole.apply(_anchor(source.place[0]), [source, source.full_tensor()]).clone()
     for group in groups.values():
-        made.grad_fn.register_prehook(_beginning(group))  # type: ignore[union-attr]
-    return made
+        whole.grad_fn.register_prehook(_beginning(group))  # type: ignore[union-attr]
+    return whole
 
 
 class _Whole(torch.autograd.Function):
     """The whole of a sharded parameter or of a copy of it, in memory of its own; the gradient waits for the reduction of the unit."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, given: list[Any]) -> Tensor:
-        ctx.sharded, whole = given  # in a list: autograd shall not lead to it
+    def forward(ctx: Any, anchor: Tensor, source_and_whole: list[Any]) -> Tensor:
+        ctx.sharded, whole = source_and_whole  # in a list: autograd shall not lead to it
         return whole  # type: ignore[no-any-return]
 
     @staticmethod

@@ -132,8 +132,8 @@ def leave_behind(entry: Entry) -> None:
     entry.sharded.let_go_of_unsharded()
     compat.set_data(entry.local, nothing)
     entry.sharded._local_tensor = nothing
-    for one in (entry.local, entry.sharded):
-        setattr(one, _LEFT_BEHIND, True)
+    for parameter in (entry.local, entry.sharded):
+        setattr(parameter, _LEFT_BEHIND, True)
 
 
 def is_left_behind(parameter: Tensor) -> bool:

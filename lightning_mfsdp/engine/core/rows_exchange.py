@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 __all__ = ["fetch_rows", "sharded_alike"]
 
 
-def sharded_alike(one: ShardedTensor, other: ShardedTensor) -> bool:
+def sharded_alike(a: ShardedTensor, b: ShardedTensor) -> bool:
     """Whether every rank has the same rows of both. All ranks find the same answer, also those that have no rows."""
-    if one.shape[:1] != other.shape[:1]:
+    if a.shape[:1] != b.shape[:1]:
         return False
-    if not (one.is_divided and other.is_divided):
-        return one.is_divided == other.is_divided
-    mine, others = one.shard_spec, other.shard_spec
-    if mine is others:
+    if not (a.is_divided and b.is_divided):
+        return a.is_divided == b.is_divided
+    spec, other = a.shard_spec, b.shard_spec
+    if spec is other:
         return True
-    if not _same_axes(mine.mesh, others.mesh) or mine.split != others.split or mine.piece.parts != others.piece.parts:
+    if not _same_axes(spec.mesh, other.mesh) or spec.split != other.split or spec.piece.parts != other.piece.parts:
         return False
-    return mine.rows_by_shard is others.rows_by_shard or mine.rows_by_shard == others.rows_by_shard
+    return spec.rows_by_shard is other.rows_by_shard or spec.rows_by_shard == other.rows_by_shard
 
 
 def fetch_rows(pairs: Sequence[tuple[ShardedTensor, ShardedTensor]]) -> list[Tensor]:
@@ -45,30 +45,30 @@ def fetch_rows(pairs: Sequence[tuple[ShardedTensor, ShardedTensor]]) -> list[Ten
     Args:
         pairs: Tensors with equally many rows, in an order that all ranks share.
     """
-    found: list[Tensor | None] = [None] * len(pairs)
+    fetched: list[Tensor | None] = [None] * len(pairs)
     together: dict[tuple[tuple[int, ...], torch.dtype], list[int]] = {}
     for number, (source, like) in enumerate(pairs):
         group, like_group = source.place[0], like.place[0]
-        here = like.shard_spec.piece
-        of_parts = source.is_divided and _same_mesh(group, like_group) and source.shard_spec.piece.parts == here.parts
+        wanted = like.shard_spec.piece
+        of_parts = (
+            source.is_divided
+            and _same_axes(group.mesh, like_group.mesh)
+            and source.shard_spec.piece.parts == wanted.parts
+        )
         sharers, _ = holders(group)
         if not source.is_divided:
-            found[number] = like.of_whole(source._local_tensor)
+            fetched[number] = like.of_whole(source._local_tensor)
         elif of_parts and sharers is None:
-            found[number] = source._local_tensor[here.rows.start : here.rows.stop]
+            fetched[number] = source._local_tensor[wanted.rows.start : wanted.rows.stop]
         elif of_parts and sharers is not None and (_same_split(group, like_group) or holders(like_group)[0] is None):
             key = tuple(dist.get_process_group_ranks(sharers)), source.dtype
             together.setdefault(key, []).append(number)
         else:
-            found[number] = like.of_whole(source.full_tensor())
+            fetched[number] = like.of_whole(source.full_tensor())
     for numbers in together.values():
         for number, rows in zip(numbers, _exchange([pairs[number] for number in numbers]), strict=True):
-            found[number] = rows
-    return [rows for rows in found if rows is not None]
-
-
-def _same_mesh(one: ParameterGroup, other: ParameterGroup) -> bool:
-    return _same_axes(one.mesh, other.mesh)
+            fetched[number] = rows
+    return [rows for rows in fetched if rows is not None]
 
 
 def _same_axes(a: Mesh, b: Mesh) -> bool:
@@ -78,15 +78,15 @@ def _same_axes(a: Mesh, b: Mesh) -> bool:
     return dims and (a.device_mesh is b.device_mesh or a.device_mesh == b.device_mesh)
 
 
-def _same_split(one: ParameterGroup, other: ParameterGroup) -> bool:
-    return (one.placement.main, one.placement.outer_main) == (other.placement.main, other.placement.outer_main)
+def _same_split(a: ParameterGroup, b: ParameterGroup) -> bool:
+    return (a.placement.main, a.placement.outer_main) == (b.placement.main, b.placement.outer_main)
 
 
 def _exchange(pairs: Sequence[tuple[ShardedTensor, ShardedTensor]]) -> list[Tensor]:
     """One all-to-all for tensors of one dtype whose rows are distributed over the same ranks."""
     process_group, shards = holders(pairs[0][0].place[0])
     assert process_group is not None, "checked before"
-    here, position_of = shards[dist.get_rank(process_group)], {shard: place for place, shard in enumerate(shards)}
+    own_shard, position_of = shards[dist.get_rank(process_group)], {shard: place for place, shard in enumerate(shards)}
     outwards: list[list[Tensor]] = [[] for _ in shards]
     inwards: list[list[Tensor]] = [[] for _ in shards]
     results = []
@@ -94,12 +94,12 @@ def _exchange(pairs: Sequence[tuple[ShardedTensor, ShardedTensor]]) -> list[Tens
         for source, like in pairs:
             local = source._local_tensor.detach()
             sent, wanted = _tables(source, like)
-            result = local.new_empty((len(wanted[here]), *local.shape[1:]))
-            for shard, rows in _overlaps(sent[here], wanted):
-                start = sent[here].start
+            result = local.new_empty((len(wanted[own_shard]), *local.shape[1:]))
+            for shard, rows in _overlaps(sent[own_shard], wanted):
+                start = sent[own_shard].start
                 outwards[position_of[shard]].append(local[rows.start - start : rows.stop - start])
-            for shard, rows in _overlaps(wanted[here], sent):
-                start = wanted[here].start
+            for shard, rows in _overlaps(wanted[own_shard], sent):
+                start = wanted[own_shard].start
                 inwards[position_of[shard]].append(result[rows.start - start : rows.stop - start])
             results.append(result)
         first = pairs[0][0]._local_tensor

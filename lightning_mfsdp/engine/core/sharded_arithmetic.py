@@ -1,7 +1,7 @@
-"""What operations on tensors with distributed rows (sharded_tensor.py) compute.
+"""What operations on the rows of sharded tensors compute. Which functions come here is in sharded_functions.py.
 
-    elementwise        on the rows here; operands whose rows lie elsewhere, or are repeated along dim 0, are fetched
-    reductions         over other dims than the first: on the rows here; over the first: the same number on every rank
+    elementwise        on this rank's rows; operands whose rows are on other ranks, or are repeated along dim 0, are fetched
+    reductions         over other dims than the first: on this rank's rows; over the first: the same number on every rank
     random numbers     every rank draws the whole tensor and keeps its rows, so ranks with equal seeds match a single process
     everything else    refused by name
 
@@ -96,10 +96,10 @@ def assign_data(target: ShardedTensor, value: Any) -> None:
             f"{what}parameter {target.described}: .data can only be set to a tensor of its own shape {tuple(target.shape)}, "
             f"{target.dtype} on {target.device.type}, {why}; got {got}. Give it values like that"
         )
-    shown = value.source if isinstance(value, WholeTensor) else value
-    if isinstance(shown, ShardedTensor) and shown.role is Role.WEIGHT and shown.place != target.place:
+    source = value.source if isinstance(value, WholeTensor) else value
+    if isinstance(source, ShardedTensor) and source.role is Role.WEIGHT and source.place != target.place:
         raise EngineStateError(
-            f"parameter {target.described}: .data = that of parameter {shown.described} would make both one memory, and "
+            f"parameter {target.described}: .data = that of parameter {source.described} would make both one memory, and "
             "each is part of its unit's buffer; copy the values (.data.copy_(other)), or tie the parameters before fully_shard"
         )
     if isinstance(value, WholeTensor):
@@ -125,42 +125,42 @@ _Place = tuple[int | str, int | None]
 
 
 def _elementwise(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], first: ShardedTensor) -> Any:
-    """On the rows here. The n-th tensors of a foreach operation's lists are combined."""
-    given = _arguments(args, kwargs)
-    found = _tensors_by_place(given)
-    written = [key for key in _written(func) if key in given]
+    """On this rank's rows. The n-th tensors of a foreach operation's lists are combined."""
+    arguments = _arguments(args, kwargs)
+    tensors_by_place = _tensors_by_place(arguments)
+    written = [key for key in _written(func) if key in arguments]
     meeting: dict[int | None, dict[_Place, Tensor]] = {}
-    for place, tensor in found.items():
+    for place, tensor in tensors_by_place.items():
         meeting.setdefault(place[1], {})[place] = tensor
     for tensors in meeting.values():
         _settle(tensors, written)
     numbers = meeting.pop(None) if len(meeting) > 1 and None in meeting else {}
     models = {at: _model(name, tensors, written) for at, tensors in meeting.items()}
-    here = {place: _whole(tensor) for place, tensor in numbers.items()}
-    away: dict[_Place, tuple[ShardedTensor, ShardedTensor]] = {}
+    operands = {place: _whole(tensor) for place, tensor in numbers.items()}
+    to_fetch: dict[_Place, tuple[ShardedTensor, ShardedTensor]] = {}
     for at, tensors in meeting.items():
         like, shape = models[at]
         if like is not None and like.is_divided and not like.shard_spec.piece.has_whole_rows and shape != like.shape:
             like.refuse(name)
         for place, tensor in tensors.items():
             if like is None:
-                here[place] = _whole(tensor)
-            elif tensor is like or _lies_as(tensor, like, shape):
-                here[place] = cast("ShardedTensor", tensor)._local_tensor
+                operands[place] = _whole(tensor)
+            elif tensor is like or _is_sharded_as(tensor, like, shape):
+                operands[place] = cast("ShardedTensor", tensor)._local_tensor
             else:
                 if place[0] in written:
                     _refuse_written(name, tensor, like)
                 if _is_divided(tensor) and (tensor.shape == like.shape or _has_rows_of(tensor, like, shape)):
-                    away[place] = tensor, like
+                    to_fetch[place] = tensor, like
                 else:
-                    here[place] = _cut(_whole(tensor), like, shape)
-    here.update(zip(away, fetch_rows(list(away.values())), strict=True))
+                    operands[place] = _cut(_whole(tensor), like, shape)
+    operands.update(zip(to_fetch, fetch_rows(list(to_fetch.values())), strict=True))
     result = func(
-        *(_replaced(value, key, here) for key, value in enumerate(args)),
-        **{key: _replaced(value, key, here) for key, value in kwargs.items()},
+        *(_replaced(value, key, operands) for key, value in enumerate(args)),
+        **{key: _replaced(value, key, operands) for key, value in kwargs.items()},
     )
     if func._schema.is_mutable:
-        return _written_to(given, written, result)
+        return _written_to(arguments, written, result)
     if isinstance(result, (list, tuple)) and None not in models:
         return [_result(tensor, models[at][0]) for at, tensor in enumerate(result)]
     like = models[None][0]
@@ -170,22 +170,22 @@ def _elementwise(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int | str, Any]:
     """By position and by name."""
-    given: dict[int | str, Any] = dict(enumerate(args))
-    given.update(kwargs)
-    return given
+    arguments: dict[int | str, Any] = dict(enumerate(args))
+    arguments.update(kwargs)
+    return arguments
 
 
-def _tensors_by_place(given: dict[int | str, Any]) -> dict[_Place, Tensor]:
-    found: dict[_Place, Tensor] = {}
-    for key, value in given.items():
+def _tensors_by_place(arguments: dict[int | str, Any]) -> dict[_Place, Tensor]:
+    tensors: dict[_Place, Tensor] = {}
+    for key, value in arguments.items():
         if isinstance(value, Tensor):
-            found[key, None] = _placed(value)
+            tensors[key, None] = _as_sharded(value)
         elif isinstance(value, (list, tuple)):
-            found.update(((key, at), _placed(one)) for at, one in enumerate(value) if isinstance(one, Tensor))
-    return found
+            tensors.update(((key, at), _as_sharded(item)) for at, item in enumerate(value) if isinstance(item, Tensor))
+    return tensors
 
 
-def _placed(tensor: Tensor) -> Tensor:
+def _as_sharded(tensor: Tensor) -> Tensor:
     """A DTensor that the user made of a parameter's rows and its `placements`, as one of ours."""
     if isinstance(tensor, DTensor) and not isinstance(tensor, ShardedTensor):
         for placement in tensor.placements:
@@ -207,8 +207,8 @@ def _settle(tensors: dict[_Place, Tensor], written: Sequence[int | str]) -> None
     """Find out where the DTensors that are not ours lie, of the operands that meet. Collective if there are any."""
     for place, tensor in tensors.items():
         if _is_foreign(tensor):
-            partners = (one for one in tensors.values() if _is_divided(one) and one.dim() == tensor.dim())
-            like = next((one for one in partners if one.device_mesh == tensor.device_mesh), None)
+            partners = (other for other in tensors.values() if _is_divided(other) and other.dim() == tensor.dim())
+            like = next((other for other in partners if other.device_mesh == tensor.device_mesh), None)
             tensors[place] = _settled(tensor, like, is_written=place[0] in written)
 
 
@@ -237,10 +237,10 @@ def _settled(tensor: DTensor, like: ShardedTensor | None, *, is_written: bool = 
             len(places) > 1,  # of several sections: they do not follow those of the rank before
             local.numel() > 0 and places != [offset],
         ]
-    found = torch.tensor(flags, dtype=torch.int32, device=mesh.device_type)
+    anywhere = torch.tensor(flags, dtype=torch.int32, device=mesh.device_type)
     for dim in range(mesh.ndim):
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
-    is_unequal, does_not_fit, is_untold, is_strips, lies_elsewhere = map(bool, found.tolist())
+        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
+    is_unequal, does_not_fit, is_untold, is_strips, lies_elsewhere = map(bool, anywhere.tolist())
     stepping, is_refused = "" if like is None else like.stepping, is_unequal
     if like is not None and not does_not_fit:
         is_of_rows = is_unequal or is_untold
@@ -269,11 +269,11 @@ def _is_one_number(local: Tensor, mesh: DeviceMesh) -> bool:
     return bool(ends[0] == -ends[1])
 
 
-def _replaced(value: Any, key: int | str, here: dict[_Place, Tensor]) -> Any:
+def _replaced(value: Any, key: int | str, operands: dict[_Place, Tensor]) -> Any:
     if isinstance(value, Tensor):
-        return here[key, None]
+        return operands[key, None]
     if isinstance(value, (list, tuple)):
-        return [here.get((key, at), one) for at, one in enumerate(value)]
+        return [operands.get((key, at), item) for at, item in enumerate(value)]
     return value
 
 
@@ -286,7 +286,7 @@ def _model(
             if place[0] == key:
                 if isinstance(tensor, ShardedTensor):
                     return tensor, tensor.shape
-                rows = [one for one in tensors.values() if _is_divided(one)]
+                rows = [other for other in tensors.values() if _is_divided(other)]
                 if rows and tensor.dim():
                     rows[0].refuse(name)
                 return None, tensor.shape
@@ -299,7 +299,7 @@ def _model(
     return next((tensor for tensor in fit if tensor.is_divided), fit[0] if fit else None), shape
 
 
-def _lies_as(tensor: Tensor, like: ShardedTensor, shape: torch.Size) -> bool:
+def _is_sharded_as(tensor: Tensor, like: ShardedTensor, shape: torch.Size) -> bool:
     """Whether every rank has what meets its numbers of `like` in an operation whose operands together have a shape."""
     return _is_divided(tensor) and tensor.dim() == len(shape) and sharded_alike(tensor, like)
 
@@ -334,24 +334,26 @@ def _cut(whole: Tensor, like: ShardedTensor, shape: torch.Size) -> Tensor:
 @functools.cache
 def _written(func: Any) -> tuple[int | str, ...]:
     """Arguments that an operation writes to, by position and by name."""
-    arguments = [(at, one.name) for at, one in enumerate(func._schema.arguments) if one.alias_info is not None]
+    arguments = [
+        (at, argument.name) for at, argument in enumerate(func._schema.arguments) if argument.alias_info is not None
+    ]
     writes = {name for at, name in arguments if func._schema.arguments[at].alias_info.is_write}
     return tuple(key for at, name in arguments if name in writes for key in (at, name))
 
 
-def _written_to(given: dict[int | str, Any], written: Sequence[int | str], result: Any) -> Any:
+def _written_to(arguments: dict[int | str, Any], written: Sequence[int | str], result: Any) -> Any:
     """What an operation in place returns, once all ranks have noted the write."""
     for key in written:
-        for one in tensors_in(given[key]):
-            if isinstance(one, ShardedTensor):
-                one.note_write()
-    return given[written[0]] if isinstance(result, Tensor) else result
+        for tensor in tensors_in(arguments[key]):
+            if isinstance(tensor, ShardedTensor):
+                tensor.note_write()
+    return arguments[written[0]] if isinstance(result, Tensor) else result
 
 
-def _equal(one: Tensor, other: Tensor, like: ShardedTensor) -> bool:
-    if one.shape != other.shape:
+def _equal(a: Tensor, b: Tensor, like: ShardedTensor) -> bool:
+    if a.shape != b.shape:
         return False
-    same = run(torch.ops.aten.eq.Tensor, (one, other), {}, [like])
+    same = run(torch.ops.aten.eq.Tensor, (a, b), {}, [like])
     return bool(run(torch.ops.aten.all.default, (same,), {}, [same]))
 
 
@@ -385,8 +387,8 @@ def _is_divided(tensor: Tensor) -> TypeGuard[ShardedTensor]:
 def _by_dtensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An operation that DTensor makes the ranks agree on by itself, in place."""
     result = func(*map_tensors(_as_plain, args), **map_tensors(_as_plain, kwargs))
-    given = _arguments(args, kwargs)
-    return _written_to(given, [key for key in _written(func) if key in given], result)
+    arguments = _arguments(args, kwargs)
+    return _written_to(arguments, [key for key in _written(func) if key in arguments], result)
 
 
 def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[ShardedTensor]) -> Any:
@@ -396,8 +398,8 @@ def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands
             _settled(tensor, None)
     result = func(*map_tensors(_whole, args), **map_tensors(_whole, kwargs))
     if func._schema.is_mutable:
-        given = _arguments(args, kwargs)
-        return _written_to(given, [key for key in _written(func) if key in given], result)
+        arguments = _arguments(args, kwargs)
+        return _written_to(arguments, [key for key in _written(func) if key in arguments], result)
     first = operands[0]
     role = first.role if func.overloadpacket.__name__ in _VIEWS else Role.OTHER
 

@@ -59,19 +59,20 @@ class ShardedParameter(ShardedTensor):
     ) -> ShardedParameter:
         """Parameter `index` of a group, over `local` (rows of dim 0, main dtype), which lie where `piece` says."""
         plain = as_dtensor(local.detach(), piece.shape, group.mesh.device_mesh, placements)
-        made = cls(local.detach(), plain._spec, requires_grad=full.requires_grad)
-        made.__dict__.update(vars(local))  # what users mark parameters with, for their optimizer's groups
-        made._is_param = True
-        made._owner = (weakref.ref(group), index)
+        parameter = cls(local.detach(), plain._spec, requires_grad=full.requires_grad)
+        parameter.__dict__.update(vars(local))  # what users mark parameters with, for their optimizer's groups
+        parameter._is_param = True
+        parameter._owner = (weakref.ref(group), index)
+        parameter.role = Role.WEIGHT
         split = group.placement.main, group.placement.outer_main
-        made.role, made.shard_spec = Role.WEIGHT, ShardSpec(piece, group.layout.rows_by_shard[index], group.mesh, split)
-        made._local, made._unsharded, made._name = local, weakref.ref(full), name
-        made.gradient_rows, made._shown_gradient = None, _nothing
-        made._unswappable = weakref.ref(made)
-        setattr(local, SHARDED, made._unswappable)
+        parameter.shard_spec = ShardSpec(piece, group.layout.rows_by_shard[index], group.mesh, split)
+        parameter._local, parameter._unsharded, parameter._name = local, weakref.ref(full), name
+        parameter.gradient_rows, parameter._shown_gradient = None, _nothing
+        parameter._unswappable = weakref.ref(parameter)
+        setattr(local, SHARDED, parameter._unswappable)
         if full.requires_grad:
-            Tensor.register_hook(made, partial(_refuse_gradient, made._unswappable))
-        return made
+            Tensor.register_hook(parameter, partial(_refuse_gradient, parameter._unswappable))
+        return parameter
 
     def __hash__(self) -> int:
         # Optimizers hold the local one, and others (torch.distributed.checkpoint) look up what the module shows.
@@ -81,7 +82,7 @@ class ShardedParameter(ShardedTensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _EQUAL and _represent_one(*args):
+        if func in _EQUAL and _represent_same(*args):
             return True
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -131,9 +132,9 @@ class ShardedParameter(ShardedTensor):
 
     def show_gradient(self, rows: Tensor) -> ShardedTensor:
         """From now on `.grad` is the result whenever the local representation's is `rows`, and lives as long as that."""
-        made = ShardedTensor.over(rows, self, role=Role.GRADIENT)
-        self._shown_gradient = weakref.ref(made)
-        return made
+        gradient = ShardedTensor.over(rows, self, role=Role.GRADIENT)
+        self._shown_gradient = weakref.ref(gradient)
+        return gradient
 
     def _refuse_in_recording(self) -> None:
         """Raise while a forward is recorded: gradients are stored elsewhere meanwhile, and replays would not read them again."""
@@ -266,10 +267,10 @@ def _nothing() -> None:
     return None
 
 
-def _represent_one(one: Any, other: Any) -> bool:
+def _represent_same(a: Any, b: Any) -> bool:
     """Whether they are representations of one parameter, none of them unsharded: as keys of a dictionary they are the same."""
-    one, other = (tensor._local if isinstance(tensor, ShardedParameter) else tensor for tensor in (one, other))
-    return one is other
+    a, b = (tensor._local if isinstance(tensor, ShardedParameter) else tensor for tensor in (a, b))
+    return a is b
 
 
 def _refuse_gradient(reference: weakref.ref[ShardedParameter], _: Tensor) -> NoReturn:

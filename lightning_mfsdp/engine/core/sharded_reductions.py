@@ -40,8 +40,8 @@ def reduce_rows(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, A
     """
     rows: ShardedTensor = args[0]
     local = rows._local_tensor
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-    dims = _dims(given.get("dim"), rows.dim())
+    arguments = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    dims = _dims(arguments.get("dim"), rows.dim())
     if not rows.shard_spec.piece.has_whole_rows and len(dims) < rows.dim():  # parts of rows cannot be reduced alone
         return func(rows.full_tensor(), *args[1:], **kwargs), True
     if 0 not in dims:
@@ -54,7 +54,7 @@ def reduce_rows(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, A
         or not (local.is_floating_point() or name in ("sum", "all", "any", "count_nonzero"))
     ):
         return func(rows.full_tensor(), *args[1:], **kwargs), True
-    return combine(rows, given, dims, bool(given.get("keepdim", False))), True
+    return combine(rows, arguments, dims, bool(arguments.get("keepdim", False))), True
 
 
 def foreach_norms(
@@ -62,29 +62,29 @@ def foreach_norms(
 ) -> list[Tensor]:
     """The norm of each tensor, 0-D, the same on every rank; one collective for all that are distributed over the same ranks."""
     order = float(named.get("ord", order))
-    found: list[Tensor] = []
+    norms: list[Tensor] = []
     together: dict[tuple[Any, ...], list[int]] = {}
     axes_of: dict[tuple[Any, ...], tuple[Axis, ...]] = {}
     for number, tensor in enumerate(tensors):
         divided = isinstance(tensor, ShardedTensor) and tensor.is_divided
         axes = sharded_axes(*tensor.place) if isinstance(tensor, ShardedTensor) and divided else ()
         local = getattr(tensor, "_local_tensor", tensor)
-        found.append(_power_sum(local, order, None, keep=False, dtype=_wide(dtype or tensor.dtype)))
-        key = (*(id(axis.group) for axis in axes), found[-1].dtype, found[-1].device)
+        norms.append(_power_sum(local, order, None, keep=False, dtype=_wide(dtype or tensor.dtype)))
+        key = (*(id(axis.group) for axis in axes), norms[-1].dtype, norms[-1].device)
         together.setdefault(key, []).append(number)
         axes_of[key] = axes
     for key, numbers in together.items():
-        sums = torch.stack([found[number] for number in numbers])
+        sums = torch.stack([norms[number] for number in numbers])
         for number, total in zip(numbers, _root(sums, order, axes_of[key]).unbind(), strict=True):
-            found[number] = total
-    return [total.to(dtype or tensor.dtype) for total, tensor in zip(found, tensors, strict=True)]
+            norms[number] = total
+    return [total.to(dtype or tensor.dtype) for total, tensor in zip(norms, tensors, strict=True)]
 
 
 def _dims(dim: Any, count: int) -> list[int]:
     """Which dims are reduced; all if none are named."""
     if dim is None or dim == []:
         return list(range(count))
-    return [one % count for one in (dim if isinstance(dim, (list, tuple)) else (dim,))]
+    return [item % count for item in (dim if isinstance(dim, (list, tuple)) else (dim,))]
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -110,35 +110,35 @@ def _over_ranks_in_place(value: Tensor, axes: Sequence[Axis], op: Any) -> None:
         dist.all_reduce(value, op=op, group=axis.group)
 
 
-def _sum(rows: ShardedTensor, given: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
+def _sum(rows: ShardedTensor, arguments: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
     local = rows._local_tensor
-    dtype = given.get("dtype") or (local.dtype if local.is_floating_point() else torch.int64)
+    dtype = arguments.get("dtype") or (local.dtype if local.is_floating_point() else torch.int64)
     total = torch.sum(local, dims, keepdim=keep, dtype=_wide(dtype))
     return _over_ranks(total, sharded_axes(*rows.place), ReduceOp.SUM).to(dtype)
 
 
-def _nansum(rows: ShardedTensor, given: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
+def _nansum(rows: ShardedTensor, arguments: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
     local = rows._local_tensor
-    dtype = given.get("dtype") or local.dtype
+    dtype = arguments.get("dtype") or local.dtype
     total = torch.nansum(local, dims, keepdim=keep, dtype=_wide(dtype))
     return _over_ranks(total, sharded_axes(*rows.place), ReduceOp.SUM).to(dtype)
 
 
-def _mean(rows: ShardedTensor, given: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
-    dtype = given.get("dtype") or rows.dtype
+def _mean(rows: ShardedTensor, arguments: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
+    dtype = arguments.get("dtype") or rows.dtype
     total = _sum(rows, {"dtype": _wide(dtype)}, dims, keep)
     return (total / math.prod(rows.shape[dim] for dim in dims)).to(dtype)
 
 
-def _count_nonzero(rows: ShardedTensor, given: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
+def _count_nonzero(rows: ShardedTensor, arguments: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
     total = torch.sum(rows._local_tensor != 0, dims)
     return _over_ranks(total, sharded_axes(*rows.place), ReduceOp.SUM)
 
 
-def _norm(rows: ShardedTensor, given: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
-    order = given.get("ord", given.get("p"))
+def _norm(rows: ShardedTensor, arguments: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
+    order = arguments.get("ord", arguments.get("p"))
     order = 2.0 if order is None else float(order)
-    dtype = given.get("dtype") or rows.dtype
+    dtype = arguments.get("dtype") or rows.dtype
     total = _power_sum(rows._local_tensor, order, dims, keep=keep, dtype=_wide(dtype))
     return _root(total, order, sharded_axes(*rows.place)).to(dtype)
 
@@ -180,25 +180,25 @@ def _kept(local: Tensor, dims: list[int], keep: bool) -> list[int]:
 
 def _extreme(rows: ShardedTensor, dims: list[int], keep: bool, *, largest: bool) -> Tensor:
     local = rows._local_tensor.to(_wide(rows.dtype))
-    here = _extreme_here(local, dims, keep, largest=largest, neutral=-math.inf if largest else math.inf)
+    own = _extreme_here(local, dims, keep, largest=largest, neutral=-math.inf if largest else math.inf)
     op = ReduceOp.MAX if largest else ReduceOp.MIN
-    return _over_ranks(here, sharded_axes(*rows.place), op).to(rows.dtype)
+    return _over_ranks(own, sharded_axes(*rows.place), op).to(rows.dtype)
 
 
-def _amax(rows: ShardedTensor, given: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
+def _amax(rows: ShardedTensor, arguments: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
     return _extreme(rows, dims, keep, largest=True)
 
 
-def _amin(rows: ShardedTensor, given: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
+def _amin(rows: ShardedTensor, arguments: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
     return _extreme(rows, dims, keep, largest=False)
 
 
-def _any(rows: ShardedTensor, given: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
+def _any(rows: ShardedTensor, arguments: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
     count = torch.sum(rows._local_tensor != 0, dims, keepdim=keep)
     return _over_ranks(count, sharded_axes(*rows.place), ReduceOp.SUM) > 0
 
 
-def _all(rows: ShardedTensor, given: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
+def _all(rows: ShardedTensor, arguments: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
     count = torch.sum(rows._local_tensor == 0, dims, keepdim=keep)
     return _over_ranks(count, sharded_axes(*rows.place), ReduceOp.SUM) == 0
 
