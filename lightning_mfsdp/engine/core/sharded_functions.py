@@ -29,7 +29,7 @@ from lightning_mfsdp.engine.core.outside import (
 from lightning_mfsdp.engine.core.sharded_arithmetic import assign_data, run
 from lightning_mfsdp.engine.core.sharded_tensor import CopyOf, LayoutError, ShardedTensor, refuse_gradient
 from lightning_mfsdp.engine.core.torch_functions import computes, copies, uses_values, writes_by_position, zeroes
-from lightning_mfsdp.engine.core.whole_tensor import WholeTensor, with_views
+from lightning_mfsdp.engine.core.whole_tensor import WholeTensor, views_in, with_views
 
 __all__ = ["operate"]
 
@@ -51,9 +51,12 @@ def operate(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     """
     if func == compat.set_data:
         return assign_data(args[0], args[1])
-    if any(issubclass(kind, _STAND_INS) for kind in types):
-        return NotImplemented
-    if any(issubclass(kind, WholeTensor) for kind in types):
+    has_wholes = False
+    for kind in types:
+        if issubclass(kind, _STAND_INS):
+            return NotImplemented
+        has_wholes = has_wholes or issubclass(kind, WholeTensor)
+    if has_wholes and views_in(tensors_in((args, kwargs))):
         with with_views(func, args, kwargs) as (_, args, kwargs):
             return _operate(func, args, kwargs)
     return _operate(func, args, kwargs)

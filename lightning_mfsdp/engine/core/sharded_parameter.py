@@ -221,6 +221,8 @@ class ShardedParameter(ShardedTensor):
 
     def before_use(self, *, zeroed: bool = False) -> None:
         """Copy what was assigned to the `data` of the local representation to where the rows belong."""
+        if self.role is Role.CONVERTED:  # its rows are not the local representation's
+            return
         if self._local.data_ptr() != self._local_tensor.data_ptr() and (group := self._owner[0]()) is not None:
             group.weights.take_assigned()
             group.known_writes(weights=True)

@@ -33,7 +33,7 @@ from lightning_mfsdp.engine.core.held_back import HeldBackGradient
 from lightning_mfsdp.engine.core.sharded_tensor import ShardedTensor
 from lightning_mfsdp.engine.core.torch_functions import describes, is_in_place, makes_alike, written_argument
 
-__all__ = ["Gathered", "WholeTensor", "in_memory_of", "with_views"]
+__all__ = ["Gathered", "WholeTensor", "in_memory_of", "views_in", "with_views"]
 
 # A rank may print a view, or query where it lies, by itself: it is not gathered for that.
 _BY_ONE_RANK = frozenset(("__repr__", "__str__", "__format__", "data_ptr", "backward"))
@@ -104,7 +104,8 @@ class WholeTensor(Tensor):
     def of(plain: Tensor, source: ShardedTensor | None = None, gathered: Gathered | None = None) -> WholeTensor:
         """A plain tensor, with or without history, as a result, or, with a source, as a view."""
         whole: WholeTensor = plain.as_subclass(WholeTensor)
-        whole.source, whole.gathered = source, gathered
+        if source is not None:
+            whole.source, whole.gathered = source, gathered
         return whole
 
     @classmethod
@@ -112,16 +113,21 @@ class WholeTensor(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        are_results = not _views_in((args, kwargs))
+        are_all_ours = True
         for kind in types:
-            if issubclass(kind, _HANDLE_WHOLES) or (are_results and not issubclass(cls, kind)):
+            if issubclass(kind, _HANDLE_WHOLES):
                 return NotImplemented
+            are_all_ours = are_all_ours and issubclass(cls, kind)
+        tensors = tensors_in((args, kwargs))
+        if not views_in(tensors):
+            if not are_all_ours:
+                return NotImplemented
+            with compat.without_torch_function():
+                result = func(*args, **kwargs)
+                is_result = type(result) is Tensor and all(isinstance(tensor, cls) for tensor in tensors)
+                return WholeTensor.of(result) if is_result else result
         with with_views(func, args, kwargs) as (views, args, kwargs), compat.without_torch_function():
-            result = func(*args, **kwargs)
-            if not are_results:
-                return map_tensors(lambda tensor: _as_view(tensor, views), result)
-            is_result = type(result) is Tensor and all(isinstance(tensor, cls) for tensor in tensors_in((args, kwargs)))
-            return WholeTensor.of(result) if is_result else result
+            return map_tensors(lambda tensor: _as_view(tensor, views), func(*args, **kwargs))
 
     def full_tensor(self) -> Tensor:
         """Itself, as an ordinary tensor with the present values. Collective for views where ranks hold different rows."""
@@ -155,6 +161,11 @@ class WholeTensor(Tensor):
         return self.full_tensor().__reduce_ex__(protocol)
 
 
+def views_in(tensors: Sequence[Tensor]) -> list[WholeTensor]:
+    """Those that show part of a sharded tensor."""
+    return [tensor for tensor in tensors if isinstance(tensor, WholeTensor) and tensor.source is not None]
+
+
 @contextmanager
 def with_views(
     function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -167,9 +178,8 @@ def with_views(
     Raises:
         EngineStateError: It writes to a view that needs a gradient.
     """
-    views = _views_in((args, kwargs))
-    by_one_rank = describes(function) or makes_alike(function) or getattr(function, "__name__", "") in _BY_ONE_RANK
-    if not views or by_one_rank:
+    views = views_in(tensors_in((args, kwargs)))
+    if describes(function) or makes_alike(function) or getattr(function, "__name__", "") in _BY_ONE_RANK:
         yield views, args, kwargs
         return
     for view in _written_by_name(function, args, kwargs):
@@ -193,10 +203,6 @@ def with_views(
                 if view.gathered is not None:
                     view.gathered.write_back(view)
                 _source(view).note_write()
-
-
-def _views_in(value: Any) -> list[WholeTensor]:
-    return [tensor for tensor in tensors_in(value) if isinstance(tensor, WholeTensor) and tensor.source is not None]
 
 
 def _source(view: WholeTensor) -> ShardedTensor:
@@ -228,7 +234,7 @@ def _present(views: Sequence[WholeTensor]) -> dict[int, WholeTensor]:
 
 def _written_by_name(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[WholeTensor]:
     """Views that a function definitely writes to: its first argument, or `out`."""
-    return _views_in(written_argument(args, kwargs)) if is_in_place(function, kwargs) else []
+    return views_in(tensors_in(written_argument(args, kwargs))) if is_in_place(function, kwargs) else []
 
 
 def _as_view(tensor: Tensor, views: Sequence[WholeTensor]) -> Tensor:
