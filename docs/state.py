@@ -50,7 +50,10 @@ OF_VARIABLES = {
     "self.reductions": "ReductionSchedule",
     "context.reductions": "ReductionSchedule",
 }
-OF_OTHERS = ("self", "lane", "self._lane", "self.place.values", "past", "place", "values", "made", "wrapped")
+OF_OTHERS = (
+    *("self", "lane", "self._lane", "self.place.values", "past", "place", "values", "made", "wrapped"),
+    *("gradient", "parameter", "tensor"),
+)
 CHANGES = frozenset(
     ("add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem", "popleft", "remove")
 ) | {"setdefault", "update"}

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.engine import (
     MixedPrecisionPolicy,
     clip_grad_norm_,
@@ -270,6 +271,35 @@ def a_kept_gradient_is_the_gradient_while_later_ones_are_held_back(rank, world):
             change(kept[-1])
             loss_of(one, inputs(2)).backward()
         torch.testing.assert_close(model.out.weight.grad.full_tensor(), plain.out.weight.grad)
+
+
+def a_gradient_taken_while_it_is_held_back_stays_what_it_was(rank, world):
+    """Once it was used, as in plain PyTorch, where a cleared gradient that somebody keeps is not written any more."""
+    for sharding in STRATEGIES:
+        model, plain = sharded_chain(sharding=sharding), plain_chain()
+        kept = []
+        for one in (model, plain):
+            with no_sync(model) if one is model else nullcontext():
+                loss_of(one, inputs(0)).backward()
+            kept.append(one.out.weight.grad)
+            kept[-1].mul_(2)
+            one.zero_grad()
+            loss_of(one, inputs(1)).backward()
+        torch.testing.assert_close(kept[0].full_tensor(), kept[1], msg=sharding)
+        torch.testing.assert_close(model.out.weight.grad.full_tensor(), plain.out.weight.grad, msg=sharding)
+
+
+def a_gradient_held_back_is_not_reduced_inside_a_backward(rank, world):
+    for sharding in STRATEGIES:
+        model = sharded_chain(sharding=sharding)
+        with no_sync(model):
+            loss_of(model, inputs(0)).backward()
+        loss = loss_of(model, inputs(1))
+        loss.register_hook(lambda _, model=model: model.out.weight.grad.sum())
+        with pytest.raises(
+            EngineStateError, match=r"gradient of parameter out\.weight is read or changed while a backward"
+        ):
+            loss.backward()
 
 
 def gradients_put_back_by_hand_are_clipped(rank, world):
@@ -554,6 +584,7 @@ WORLDS = {
         a_kept_gradient_stays_where_another_was_assigned,
         parameters_frozen_after_sharding_take_no_part_in_autograd,
         a_kept_gradient_is_the_gradient_while_later_ones_are_held_back,
+        a_gradient_taken_while_it_is_held_back_stays_what_it_was,
         a_gradient_from_before_sharding_is_forgotten,
         a_gradient_set_before_the_first_backward_is_added_to,
         a_kept_gradient_outlives_clearing_and_the_next_forward,
@@ -565,10 +596,12 @@ WORLDS = {
         a_kept_gradient_stays_where_another_was_assigned,
         parameters_frozen_after_sharding_take_no_part_in_autograd,
         a_kept_gradient_is_the_gradient_while_later_ones_are_held_back,
+        a_gradient_taken_while_it_is_held_back_stays_what_it_was,
         a_gradient_from_before_sharding_is_forgotten,
         a_gradient_set_before_the_first_backward_is_added_to,
         a_gradient_set_while_others_wait_to_be_reduced_takes_their_place,
         a_gradient_held_back_of_a_parameter_that_was_frozen_since_is_reduced,
+        a_gradient_held_back_is_not_reduced_inside_a_backward,
         small_gradients_add_up_where_the_optimizer_sees_rounded_ones,
         a_unit_whose_call_is_hidden_is_reduced_once,
         a_kept_gradient_outlives_clearing_and_the_next_forward,

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from lightning_mfsdp.engine import EngineStateError, fully_shard, fully_shard_optimizer, sharded_parameters, unshard
 from tests.engine.worlds import by_world, check
@@ -162,6 +163,18 @@ def marks_on_parameters_stay(rank, world):
     marked = [hasattr(parameter, "no_weight_decay") for parameter in model.parameters()]
     assert marked == [False, True, False, False]
     assert [hasattr(view.local, "no_weight_decay") for view in sharded_parameters(model)] == marked
+
+
+def copies_for_an_asynchronous_save_are_sharded_alike(rank, world):
+    """PyTorch's stager copies the attributes that a class names in `__slots__`, and of a subclass only its own."""
+    stager = DefaultStager(StagingOptions(*[False] * 4))
+    plain, model = uneven(), fully_shard(uneven())
+    staged = stager.stage(model.state_dict())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(staged[name].full_tensor(), parameter.detach()), name
 
 
 class OddDtypes(nn.Linear):

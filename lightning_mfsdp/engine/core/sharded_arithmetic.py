@@ -88,7 +88,8 @@ def assign_data(target: ShardedTensor, value: Any) -> None:
         target.device.type,
     ):
         got = f"{tuple(value.shape)} {value.dtype} on {value.device}" if isinstance(value, Tensor) else type(value)
-        what, why = "", "because it is part of a buffer"
+        what = ""
+        why = "because it is part of a buffer"
         if target.role is not Role.WEIGHT:
             what = "gradient or optimizer state of "
             why = "or put another tensor in its place: parameter.grad = value, optimizer.state[parameter][name] = value"

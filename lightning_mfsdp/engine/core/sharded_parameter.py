@@ -43,8 +43,8 @@ class ShardedParameter(ShardedTensor):
     _name: str
     gradient_rows: ShardedTensor | None  # over a gradient that is not the engine's: assigned by the user, or held back
     _shown_gradient: Callable[[], ShardedTensor | None]  # over the engine's, which keeps it
-    # PyTorch refuses to swap in another tensor (`module.half()`) while there is a weak reference.
-    _unswappable: weakref.ref[ShardedParameter]
+    # Itself, or what it is converted from. PyTorch refuses to swap in another tensor (`module.half()`) while there is a weak reference.
+    _original: weakref.ref[ShardedParameter]
 
     @classmethod
     def wrap(
@@ -63,15 +63,14 @@ class ShardedParameter(ShardedTensor):
         parameter.__dict__.update(vars(local))  # what users mark parameters with, for their optimizer's groups
         parameter._is_param = True
         parameter._owner = (weakref.ref(group), index)
-        parameter.role = Role.WEIGHT
         split = group.placement.main, group.placement.outer_main
         parameter.shard_spec = ShardSpec(piece, group.layout.rows_by_shard[index], group.mesh, split)
         parameter._local, parameter._unsharded, parameter._name = local, weakref.ref(full), name
         parameter.gradient_rows, parameter._shown_gradient = None, _nothing
-        parameter._unswappable = weakref.ref(parameter)
-        setattr(local, SHARDED, parameter._unswappable)
+        parameter._original = weakref.ref(parameter)
+        setattr(local, SHARDED, parameter._original)
         if full.requires_grad:
-            Tensor.register_hook(parameter, partial(_refuse_gradient, parameter._unswappable))
+            Tensor.register_hook(parameter, partial(_refuse_gradient, parameter._original))
         return parameter
 
     def __hash__(self) -> int:
@@ -85,6 +84,11 @@ class ShardedParameter(ShardedTensor):
         if func in _EQUAL and _represent_same(*args):
             return True
         return super().__torch_function__(func, types, args, kwargs)
+
+    @property
+    def role(self) -> Role:
+        """What the module shows after a conversion shares all attributes with the original, which knows itself."""
+        return Role.WEIGHT if self._original() is self else Role.CONVERTED
 
     @property
     def described(self) -> str:
@@ -216,7 +220,7 @@ class ShardedParameter(ShardedTensor):
         and in the dtype that it has), what it is equal to, attributes that users set.
         """
         parameter = cls(rows._local_tensor.detach(), rows._spec, requires_grad=False)
-        parameter.__dict__, parameter.role = original.__dict__, Role.CONVERTED
+        parameter.__dict__ = original.__dict__
         return parameter
 
     def before_use(self, *, zeroed: bool = False) -> None:

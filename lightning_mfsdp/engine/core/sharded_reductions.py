@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,17 +111,12 @@ def _over_ranks_in_place(value: Tensor, axes: Sequence[Axis], op: Any) -> None:
         dist.all_reduce(value, op=op, group=axis.group)
 
 
-def _sum(rows: ShardedTensor, arguments: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
+def _sum(
+    rows: ShardedTensor, arguments: dict[str, Any], dims: list[int], keep: bool, *, function: Any = torch.sum
+) -> Tensor:
     local = rows._local_tensor
     dtype = arguments.get("dtype") or (local.dtype if local.is_floating_point() else torch.int64)
-    total = torch.sum(local, dims, keepdim=keep, dtype=_wide(dtype))
-    return _over_ranks(total, sharded_axes(*rows.place), ReduceOp.SUM).to(dtype)
-
-
-def _nansum(rows: ShardedTensor, arguments: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
-    local = rows._local_tensor
-    dtype = arguments.get("dtype") or local.dtype
-    total = torch.nansum(local, dims, keepdim=keep, dtype=_wide(dtype))
+    total = function(local, dims, keepdim=keep, dtype=_wide(dtype))
     return _over_ranks(total, sharded_axes(*rows.place), ReduceOp.SUM).to(dtype)
 
 
@@ -128,11 +124,6 @@ def _mean(rows: ShardedTensor, arguments: dict[str, Any], dims: list[int], keep:
     dtype = arguments.get("dtype") or rows.dtype
     total = _sum(rows, {"dtype": _wide(dtype)}, dims, keep)
     return (total / math.prod(rows.shape[dim] for dim in dims)).to(dtype)
-
-
-def _count_nonzero(rows: ShardedTensor, arguments: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
-    total = torch.sum(rows._local_tensor != 0, dims)
-    return _over_ranks(total, sharded_axes(*rows.place), ReduceOp.SUM)
 
 
 def _norm(rows: ShardedTensor, arguments: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
@@ -178,40 +169,39 @@ def _kept(local: Tensor, dims: list[int], keep: bool) -> list[int]:
     return [1 if dim in dims else size for dim, size in enumerate(local.shape) if keep or dim not in dims]
 
 
-def _extreme(rows: ShardedTensor, dims: list[int], keep: bool, *, largest: bool) -> Tensor:
+def _extreme(rows: ShardedTensor, arguments: dict[str, Any], dims: list[int], keep: bool, *, largest: bool) -> Tensor:
     local = rows._local_tensor.to(_wide(rows.dtype))
     own = _extreme_here(local, dims, keep, largest=largest, neutral=-math.inf if largest else math.inf)
     op = ReduceOp.MAX if largest else ReduceOp.MIN
     return _over_ranks(own, sharded_axes(*rows.place), op).to(rows.dtype)
 
 
-def _amax(rows: ShardedTensor, arguments: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
-    return _extreme(rows, dims, keep, largest=True)
-
-
-def _amin(rows: ShardedTensor, arguments: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
-    return _extreme(rows, dims, keep, largest=False)
+def _count_nonzero(rows: ShardedTensor, arguments: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
+    return _count(rows, rows._local_tensor != 0, dims, keep=False)  # PyTorch's never keeps dims
 
 
 def _any(rows: ShardedTensor, arguments: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
-    count = torch.sum(rows._local_tensor != 0, dims, keepdim=keep)
-    return _over_ranks(count, sharded_axes(*rows.place), ReduceOp.SUM) > 0
+    return _count(rows, rows._local_tensor != 0, dims, keep) > 0
 
 
 def _all(rows: ShardedTensor, arguments: dict[str, Any], dims: list[int], keep: bool) -> Tensor:
-    count = torch.sum(rows._local_tensor == 0, dims, keepdim=keep)
-    return _over_ranks(count, sharded_axes(*rows.place), ReduceOp.SUM) == 0
+    return _count(rows, rows._local_tensor == 0, dims, keep) == 0
+
+
+def _count(rows: ShardedTensor, counted: Tensor, dims: list[int], keep: bool) -> Tensor:
+    """For how many numbers of all ranks something is true, of which `counted` says so for this rank's."""
+    return _over_ranks(torch.sum(counted, dims, keepdim=keep), sharded_axes(*rows.place), ReduceOp.SUM)
 
 
 _COMBINED: dict[str, Callable[[ShardedTensor, dict[str, Any], list[int], bool], Tensor]] = {
     "all": _all,
-    "amax": _amax,
-    "amin": _amin,
+    "amax": partial(_extreme, largest=True),
+    "amin": partial(_extreme, largest=False),
     "any": _any,
     "count_nonzero": _count_nonzero,
     "linalg_vector_norm": _norm,
     "mean": _mean,
-    "nansum": _nansum,
+    "nansum": partial(_sum, function=torch.nansum),
     "norm": _norm,
     "sum": _sum,
 }

@@ -98,11 +98,9 @@ class CopyOf(NamedTuple):
 class ShardedTensor(DTensor):
     """This rank's rows of a tensor with as many rows as a parameter. Rows are whole; ranks may have different numbers of them, or none."""
 
-    __slots__ = ("role",)  # not in `__dict__`, which a converted parameter shares with the original one
-
-    role: Role
     shard_spec: ShardSpec
     copy_of: CopyOf | None = None
+    _role: Role
     _owner: tuple[weakref.ref[ParameterGroup], int]
 
     # What torch functions do with sharded tensors. sharded_parameter.py sets it, because those functions make sharded tensors.
@@ -123,7 +121,7 @@ class ShardedTensor(DTensor):
         with compat.without_torch_function():  # a gradient that is held back must not be reduced yet
             plain = as_dtensor(local, like.shape if shape is None else shape, like.device_mesh, like._spec.placements)
         tensor = ShardedTensor(local, plain._spec, requires_grad=False)
-        tensor._owner, tensor.shard_spec, tensor.role = like._owner, like.shard_spec, role
+        tensor._owner, tensor.shard_spec, tensor._role = like._owner, like.shard_spec, role
         return tensor
 
     @classmethod
@@ -162,6 +160,11 @@ class ShardedTensor(DTensor):
             group.note_write(weights=self.role is Role.WEIGHT)
 
     # -- what it is ----------------------------------------------------------------------------------------------------
+
+    @property
+    def role(self) -> Role:
+        """What it is to the parameter."""
+        return self._role
 
     def _group(self, what: str) -> ParameterGroup:
         group = self._owner[0]()
