@@ -162,7 +162,7 @@ def peak_is_three_weights_and_two_buckets_of_a_chain(rank, world):
         train_wide(model, optimizer, 3, rank)
         full = max(group.weights.client.size_bytes for group in groups_of(model))
         pool = context(model).pool
-        slots = {id(client.planned): client.planned for client in pool._clients}
+        slots = {id(client.home): client.home for client in pool._clients}
         assert len([slot for slot in slots.values() if slot.size_bytes > full / 2]) <= 3, layers
         weights = sum(slot.size_bytes for slot in slots.values())
         assert weights <= 3.1 * full
@@ -212,9 +212,9 @@ def flat_memory(model: nn.Module) -> list[weakref.ref]:
             segments = gradients.main.buffer.segments
             found += [weakref.ref(gradients), *(weakref.ref(s.untyped_storage()) for s in segments)]
     for client in context(model).pool._clients:
-        found += [weakref.ref(client), weakref.ref(client.private)]
-        if client.planned is not None:
-            found += [weakref.ref(client.planned), weakref.ref(client.planned.memory.untyped_storage())]
+        found += [weakref.ref(client), weakref.ref(client.slot), weakref.ref(client.home)]
+        if client.home.fixed:
+            found += [weakref.ref(client.home), weakref.ref(client.home.memory.untyped_storage())]
     return found
 
 
@@ -265,7 +265,7 @@ def an_optimizer_keeps_its_rows_and_nothing_else(rank, world):
         watched += [
             weakref.ref(s.untyped_storage()) for group in groups_of(model) for s in group.weights.shards[0].segments
         ]
-        watched += [weakref.ref(client.planned.memory.untyped_storage()) for client in context(model).pool._clients]
+        watched += [weakref.ref(client.home.memory.untyped_storage()) for client in context(model).pool._clients]
         assert all(reference() is not None for reference in watched)
         del model
         assert not still_alive(watched)

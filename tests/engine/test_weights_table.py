@@ -70,12 +70,13 @@ class Machine:
         self.shared = Slot(self.weights[0].client.size_bytes, torch.device("cpu"), fixed=True)
         _ = self.shared.memory
         for weights in self.weights:
-            weights.client.planned = self.shared
+            weights.client.home = self.shared
+        self.private = [Slot(weights.client.size_bytes, torch.device("cpu"), fixed=False) for weights in self.weights]
         self.expected = [Expected(), Expected()]
         self.before = self.root.lane.started
 
     def buffer(self, index: int, name: str) -> Slot:
-        return self.shared if name == SHARED else self.weights[index].client.private
+        return self.shared if name == SHARED else self.private[index]
 
     # -- the table -----------------------------------------------------------------------------------------------------
 
@@ -164,6 +165,8 @@ class Machine:
             shown = self.modules[index]._parameters["weight"]
             assert isinstance(shown, ShardedParameter) != one.registered
             if one.at is not None:
+                if one.at == PRIVATE and weights.buffer is not self.shared:
+                    self.private[index] = weights.buffer  # the pool has chosen it
                 assert weights.buffer is self.buffer(index, one.at)
                 assert weights.buffer.holder is weights.client.reference
                 full: Any = shown if one.registered else None

@@ -57,9 +57,8 @@ class Call:
 
     Attributes:
         slots: Where its saved tensors expect the weights, by group; `None` where they are whole, or packed and in memory of the unit's own.
-        begun_in: `Context.backwards_finished` when its backward began; -1 when that has not begun, or has ended.
+            `None` instead of a list: its backward reads no weights.
         ended_in: The last backward in which the gradients of all its inputs arrived, by autograd's number.
-        reads_weights: Its backward needs the weights.
         is_recomputed: Its forward ran inside a backward.
         following: Packs what is saved (side_doors.py), while a module of the unit runs.
         is_followed: What is saved was packed.
@@ -69,7 +68,6 @@ class Call:
     """
 
     __slots__ = (
-        "begun_in",
         "ended_in",
         "following",
         "given",
@@ -77,14 +75,12 @@ class Call:
         "inputs",
         "is_followed",
         "is_recomputed",
-        "reads_weights",
         "slots",
     )
 
     def __init__(self, *, is_recomputed: bool = False) -> None:
         self.slots: list[Slot | None] | None = None
-        self.begun_in = self.ended_in = -1
-        self.reads_weights = True
+        self.ended_in = -1
         self.is_recomputed = is_recomputed
         self.following: saved_tensors_hooks | None = None
         self.is_followed = self.in_transform = False
@@ -374,7 +370,7 @@ class GroupedModules:
             args, kwargs = begin_call(unit, None, args, kwargs)
             if not self._with_grad:
                 unit.note_run()
-            if unit.has_side_doors:
+            if unit.side_doors.found:
                 unit.follow()
         else:
             self.stop()
@@ -428,7 +424,6 @@ def begin_call(unit: Unit, call: Call | None, args: tuple[Any, ...], kwargs: dic
     if call is None or not watched:
         return args, kwargs
     this = weakref.ref(unit)
-    unit.notices_end = True
 
     def end(_: Any) -> None:
         unit = this()
@@ -498,9 +493,7 @@ def watch_result(unit: Unit, call: Call | None, output: Any) -> list[Tensor]:
     if outputs and not watched:
         return outputs
     call.slots = [
-        None
-        if not weights.is_sharded or (call.is_followed and weights.client.slot is weights.client.private)
-        else weights.client.slot
+        None if not weights.is_sharded or (call.is_followed and weights.client.slot.is_own) else weights.client.slot
         for weights in unit.weights
     ]
     unit.wait_for(call)
@@ -518,8 +511,6 @@ def watch_result(unit: Unit, call: Call | None, output: Any) -> list[Tensor]:
         node = tensor.grad_fn
         if node is not None:  # a tenth of the host time of a tensor's own hook
             node.register_prehook(begin if inputs is None else inputs.held_by(begin, node))
-        else:
-            unit.leaf_hooks.append(tensor.register_hook(begin))
         base = tensor._base  # an in-place write to a view removes the view's own node from the graph
         if base is not None and base.grad_fn is not None and id(base) not in call.given:
             base.grad_fn.register_prehook(begin if inputs is None else inputs.held_by(begin, base.grad_fn))

@@ -29,7 +29,7 @@ from lightning_mfsdp.engine.core.reduction_schedule import ReductionSchedule
 from lightning_mfsdp.engine.core.schedule import Schedule, expected_steps
 from lightning_mfsdp.engine.core.storage import SlotPool
 from lightning_mfsdp.engine.core.unit import Unit
-from lightning_mfsdp.engine.core.weights import GatherLane
+from lightning_mfsdp.engine.core.weights import Age, GatherLane
 
 if TYPE_CHECKING:
     from lightning_mfsdp.engine.core.call import GroupedModules
@@ -220,7 +220,7 @@ class Context:
         self.needs_refresh = False
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        changed = [group for unit in self.units for group in unit.groups if group.weights.outdated]
+        changed = [group for unit in self.units for group in unit.groups if group.weights.age >= Age.STEPPED]
         for group in changed:
             weights = group.weights
             copies = weights.updates()
@@ -252,7 +252,7 @@ class Context:
         """
         for unit in reversed(self.units_in_backward_order):
             for group in unit.groups:
-                if group.weights.stale and not group.weights.is_sharded:
+                if group.weights.age is not Age.GATHERED and not group.weights.is_sharded:
                     group.weights.refill()
 
     def optimizer_stepped(self, groups: Iterable[ParameterGroup]) -> None:
@@ -309,7 +309,7 @@ class Context:
         ]
         if written:
             self.weight_writes += 1
-        if any(not group.weights.outdated for group in written):
+        if any(group.weights.age < Age.STEPPED for group in written):
             self._outdate(groups)  # all of them, since a rank without rows of one may not have written to it
 
     @property

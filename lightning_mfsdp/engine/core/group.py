@@ -83,9 +83,9 @@ class ParameterGroup:
         self.placement = self.placement_for(placement)
         self.axes = Axes(mesh.shard, mesh.outer)
         self._plan([tuple(parameter.shape) for _, parameter, _ in named])
-        shards, main_is_shard = self._allocate()
+        shards = self._allocate()
         self.entries = [self._entry(index, *item) for index, item in enumerate(named)]
-        self.weights = Weights(self, shards, main_is_shard=main_is_shard)
+        self.weights = Weights(self, shards)
         self.gradients = Gradients(self)
         self._fill()
         self.advised = False
@@ -128,8 +128,8 @@ class ParameterGroup:
         """Whether the main weight is."""
         return self.offloads and self.spec.trainable and not self.spec.whole
 
-    def _allocate(self) -> tuple[list[FlatBuffer], bool]:
-        """Make the main weight; returns the compute shards, and whether the main weight is a part of one."""
+    def _allocate(self) -> list[FlatBuffer]:
+        """Make the main weight; returns the compute shards."""
         spec, placement = self.spec, self.placement
         extent = self.inner_extent if placement.weight else self.full_extent
         self.host_buffer: HostMemory | None = None
@@ -147,7 +147,7 @@ class ParameterGroup:
                 self.main = shards[0].part(self.main_extent)
             else:
                 self.main = FlatBuffer.zeros(self.layout, self.main_extent, spec.main_dtype, self.device)
-        return shards, main_is_shard
+        return shards
 
     def _entry(
         self, index: int, name: str, parameter: nn.Parameter, sites: list[tuple[dict[str, nn.Parameter | None], str]]
@@ -215,7 +215,6 @@ class ParameterGroup:
         local = self.entries[index].local
         if local.numel():
             local.copy_(self.weights.rows_of(value, index, self.main_extent))
-        self.weights.stale = True
 
     def make_replicas_equal(self) -> None:
         """Take the main weights of the first rank of those that have the same rows. Collective if there are several."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from lightning_mfsdp.engine.core.versions import Place
     from lightning_mfsdp.engine.core.weights import Weights
 
-__all__ = ["SideDoors", "follow"]
+__all__ = ["Choice", "SideDoors", "follow"]
+
+Choice = Literal["find", "follow", "raise"]
 
 
 class SideDoors:
@@ -43,23 +45,31 @@ class SideDoors:
     code keeps elsewhere is not seen.
 
     Attributes:
+        choice: What to do about one: as `fully_shard` has it.
         found: There is one. It counts for good.
     """
 
-    __slots__ = ("_hooks", "_lengths", "_num_hooks", "_open", "_own", "_tables", "found")
+    __slots__ = ("_hooks", "_lengths", "_num_hooks", "_open", "_own", "_tables", "choice", "found")
 
-    def __init__(self, modules: Sequence[nn.Module], *, assumed: bool) -> None:
-        inside = [one for module in modules for one in _modules_of_own(module)]
-        self._hooks: list[dict[Any, Any]] = [
-            hooks for one in inside for hooks in (one._forward_hooks, one._forward_pre_hooks)
-        ]
-        self._num_hooks = list(map(len, self._hooks))  # of each module inside, when they were looked at
-        self._tables = [vars(one) for one in inside]
-        self._own = [weakref.ref(module) for module in modules]  # not their tables: these hold the unit, and it this
+    def __init__(self, choice: Choice) -> None:
+        self.choice = choice
+        self.found = choice == "follow"
+        self._hooks: list[dict[Any, Any]] = []
+        self._num_hooks: list[int] = []  # of each module inside, when they were looked at
+        self._tables: list[dict[str, Any]] = []
+        self._own: list[weakref.ref[nn.Module]] = []  # not their tables: these hold the unit, and it this
         self._lengths: list[int] = []  # of the tables of attributes, when these were noted
         self._open: list[tuple[int, str, object]] = []  # table, name, and what it held before the forward
+
+    def _look_at_modules(self, modules: Sequence[nn.Module]) -> None:
+        """Before the first forward in grad mode, when modules are complete."""
+        inside = [child for module in modules for child in _modules_of_own(module)]
+        self._hooks = [hooks for child in inside for hooks in (child._forward_hooks, child._forward_pre_hooks)]
+        self._num_hooks = list(map(len, self._hooks))
+        self._tables = [vars(child) for child in inside]
+        self._own = [weakref.ref(module) for module in modules]
         self._note_attributes(self._all_tables(), are_new=False)
-        self.found = assumed or self._keeps_something()
+        self.found = self._keeps_something()
 
     def _all_tables(self) -> list[dict[str, Any]]:
         return self._tables + [module.__dict__ for reference in self._own if (module := reference()) is not None]
@@ -76,9 +86,13 @@ class SideDoors:
     def _keeps_something(self) -> bool:
         return any(_keeps_something(hook) for hooks in self._hooks for hook in hooks.values())
 
-    def look_at_hooks(self) -> bool:
-        """Whether the forward that begins has one."""
-        if not self.found and list(map(len, self._hooks)) != self._num_hooks:
+    def look_at_hooks(self, unit: Unit) -> bool:
+        """Whether the forward that begins, of a module of the unit, has one."""
+        if self.found:
+            return True
+        if not self._own:
+            self._look_at_modules(unit.modules)
+        elif list(map(len, self._hooks)) != self._num_hooks:
             self._num_hooks = list(map(len, self._hooks))
             self.found = self._keeps_something()
         return self.found

@@ -39,7 +39,8 @@ class Slot:
 
     Attributes:
         size_bytes: Room in it.
-        fixed: Planned and shared (memory stays), or private (memory only while it is needed).
+        fixed: Its memory stays, since it is planned. Otherwise it has memory only while it is held.
+        is_own: It is one client's; others are planned, or were in an earlier plan, and have several.
         holder: The client that holds it, by weak reference: a `Client.reference`.
         released: Event after the last use of the memory; the next writer waits for it.
         is_allocated: It has memory at the moment. Only the slot's own methods change that.
@@ -48,6 +49,7 @@ class Slot:
     def __init__(self, size_bytes: int, device: torch.device, *, fixed: bool, memory: Tensor | None = None) -> None:
         self.size_bytes = size_bytes
         self.fixed = fixed
+        self.is_own = not fixed
         self.holder: weakref.ref[Client] | None = None
         self.released: Event = None
         self._device = device
@@ -55,13 +57,6 @@ class Slot:
         self._storage = None if memory is None else memory.untyped_storage()  # of the memory
         self._own_users = 0  # tensors of its client that share the memory; 0: not counted
         self.is_allocated = memory is not None
-
-    def is_free_for(self, client: Client) -> bool:
-        """Whether no other client uses it."""
-        if self.holder is None or self.holder is client.reference:
-            return True
-        other = self.holder()
-        return other is None or other.rests
 
     @property
     def memory(self) -> Tensor:
@@ -102,7 +97,7 @@ class Slot:
 
     def count_own_users(self, others: int) -> None:
         """Note how many references to the memory belong to its client, `others` of those that there are now excepted."""
-        if not self._own_users:
+        if self.is_own and not self._own_users:
             self._own_users = compat.storage_users(self.memory) - others
 
     @property
@@ -132,10 +127,8 @@ class Client:
         evict: Called when another client wants the slot, with whether it has to have it; gives it up in that case, and if no unit
             computes with what is in it, and says whether it did.
         slot: What it holds, or held last.
-        private: A slot of its own, which has memory while it is held.
-        planned: Its fixed slot, if there is a plan.
-        rests: It holds its slot without using it.
-        is_private: No saved tensor points into its memory (side_doors.py), so it may be any, and is in no plan.
+        home: The slot that it takes unless saved tensors point elsewhere: planned, or its own, which has memory only while it is held.
+            `None`: no saved tensor points into its memory (side_doors.py), so it may be any, and is in no plan.
         reference: Weak reference to itself, for holders that must not keep it alive.
     """
 
@@ -143,10 +136,7 @@ class Client:
     size_bytes: int
     evict: Callable[[bool], bool]
     slot: Slot = field(init=False)
-    private: Slot = field(init=False)
-    planned: Slot | None = field(init=False, default=None)
-    rests: bool = field(init=False, default=False)
-    is_private: bool = field(init=False, default=False)
+    home: Slot | None = field(init=False)
     reference: weakref.ref[Client] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -170,14 +160,21 @@ class SlotPool:
 
     def add(self, client: Client) -> None:
         """Register a client, maybe from the pool of a root that became a nested unit; it starts with its own slot."""
-        client.planned = None
-        client.private = client.slot = Slot(client.size_bytes, self._device, fixed=False)
+        client.home = client.slot = self._slot_for(client)
         self._clients.append(client)
 
-    def keep_private(self, client: Client) -> None:
+    def _slot_for(self, client: Client) -> Slot:
+        """A slot of its own."""
+        return Slot(client.size_bytes, self._device, fixed=False)
+
+    def give_own_home(self, client: Client) -> None:
+        """A client shares its home with no other from now on, until there is another plan."""
+        client.home = self._slot_for(client)
+
+    def take_home(self, client: Client) -> None:
         """No saved tensor points into a client's memory any more: it has some while it holds it, and none otherwise."""
-        if not client.is_private:
-            client.planned, client.is_private = None, True
+        if client.home is not None:
+            client.home = None
             self._outdated = True
 
     @property
@@ -188,7 +185,8 @@ class SlotPool:
     @property
     def allocated_bytes(self) -> int:
         """All full-size memory at the moment."""
-        return self.fixed_bytes + sum(client.private.allocated_bytes for client in self._clients)
+        own = {client.slot for client in self._clients if not client.slot.fixed}
+        return self.fixed_bytes + sum(slot.allocated_bytes for slot in own)
 
     def clear(self, client: Client, needed: Slot | None = None) -> Slot:
         """Choose a slot for a client that holds none, and evict who has it. Called on the stream that reads what is evicted.
@@ -197,10 +195,20 @@ class SlotPool:
             client: Will hold it.
             needed: The only usable slot, because saved tensors of a forward point into it.
         """
-        slot = needed or client.planned or client.private
-        other = None if slot.holder is None or slot.holder is client.reference else slot.holder()
-        # Not every backward shows where it ends. If the evicted weights are read after all, autograd raises (versions.py).
-        return client.private if other is not None and not other.evict(needed is not None) else slot
+        slot = needed or client.home
+        if slot is not None:
+            other = None if slot.holder is None or slot.holder is client.reference else slot.holder()
+            # Not every backward shows where it ends. If the evicted weights are read after all, autograd raises (versions.py).
+            if other is None or other.evict(needed is not None):
+                return slot
+        return client.slot if client.slot.is_own else self._slot_for(client)
+
+    def is_free(self, slot: Slot, client: Client) -> bool:
+        """Whether no other client uses it."""
+        if slot.holder is None or slot.holder is client.reference:
+            return True
+        other = slot.holder()
+        return other is None or other not in self._held
 
     def acquire(self, client: Client, slot: Slot, *, training: bool = True) -> Event:
         """Give the client a slot that was cleared for it (`client.slot`); the memory is allocated on the current stream.
@@ -236,12 +244,11 @@ class SlotPool:
 
     def rest(self, client: Client) -> None:
         """The client does not use its slot for now, and leaves its values there until another client must have it."""
-        client.rests = True
         self._held.pop(client, None)
 
     def use(self, client: Client) -> None:
         """It uses the slot again in which its values rest."""
-        client.rests, self._held[client] = False, None
+        self._held[client] = None
 
     def release(self, client: Client, event: Event) -> bool:
         """Take the slot back. `event` comes after the last use of the memory. Returns whether the memory was left to others."""
@@ -250,11 +257,10 @@ class SlotPool:
         slot.released = event
         self._last_release = event
         self._held.pop(client, None)
-        client.rests = False
-        # Ranks may differ in that. It decides about memory alone: nothing else refers to a private client's slot.
-        if client.is_private and slot is client.private and slot.is_referenced:
+        # Ranks may differ in that. It decides about memory alone: no other client takes a slot of one without a home.
+        if client.home is None and slot.is_own and slot.is_referenced:
             slot.leave()
-            client.private = client.slot = Slot(client.size_bytes, self._device, fixed=False)
+            client.slot = self._slot_for(client)
             return True
         if not slot.fixed:
             slot.discard()
@@ -294,7 +300,7 @@ class SlotPool:
 
     def _coloring(self) -> list[tuple[int, list[Client]]]:
         """Size and clients of each fixed slot."""
-        clients = [client for client in self._met if not client.is_private]
+        clients = [client for client in self._met if client.home is not None]
         conflicts = [
             {number for number, other in enumerate(clients) if other in self._met[client]} for client in clients
         ]
@@ -328,7 +334,7 @@ class SlotPool:
             slot.materialize()
             self._fixed.append(slot)
             for client in clients:
-                client.planned = slot
+                client.home = slot
 
 
 def color(sizes_bytes: Sequence[int], conflicts: Sequence[set[int]]) -> list[list[int]]:

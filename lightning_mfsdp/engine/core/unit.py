@@ -36,8 +36,9 @@ from lightning_mfsdp.engine.core.call import (
 )
 from lightning_mfsdp.engine.core.group import ParameterGroup
 from lightning_mfsdp.engine.core.policy import MixedPrecisionPolicy
-from lightning_mfsdp.engine.core.side_doors import SideDoors, follow
+from lightning_mfsdp.engine.core.side_doors import Choice, SideDoors, follow
 from lightning_mfsdp.engine.core.storage import Slot
+from lightning_mfsdp.engine.core.weights import Weights
 
 if TYPE_CHECKING:
     from lightning_mfsdp.engine.core.context import Context
@@ -66,21 +67,18 @@ class Unit:
         number: Among the units of its root.
         groups: Parameters it owns.
         shared_groups: Groups of other units whose parameters this module shares (tied weights).
-        all_groups: Both.
         context: Shared by all units of a root.
         recomputations: Modules that ran without gradients, to be recomputed with them.
-        weights: Of all of these groups.
-        notices_end: Some call had an input that needs a gradient: the end of its backward is detected.
+        weights: Of both.
         hidden: How many forwards returned no tensors to hook and have not had their backward, as far as known: weights stay. Those that
             are stepped stay until then.
-        leaf_hooks: Hooks on results that are leaves; removed when a backward has ended.
         parameter_hooks: Hooks by which gradients of weights show that a backward is running, where it may touch no result.
         uses_weights: It holds a lease on each of its weights.
         shown: Whether its modules show unsharded parameters.
         reshard_after_forward: Weights do not stay between forward and backward; "auto": they may, if memory is left (planning.py).
         pinned: Code around it is running (`gather_root`), so `reshard` only has modules show sharded parameters.
         step_slots: Where saved tensors of the code of a step around it expect the weights, by group; that code has no call.
-        undo: Callbacks that undo what else `fully_shard` did to its modules.
+        undo: Callbacks that undo what `fully_shard` did to its modules.
     """
 
     def __init__(
@@ -90,16 +88,15 @@ class Unit:
         policy: MixedPrecisionPolicy,
         *,
         reshard_after_forward: bool | Literal["auto"],
-        side_doors: Literal["find", "follow", "raise"] = "find",
+        side_doors: Choice = "find",
     ) -> None:
         self.name, self.number = type(modules[0]).__name__, 0
         self.groups = groups
         self.shared_groups: list[ParameterGroup] = []
-        self.all_groups = list(groups)
         self.weights = [group.weights for group in groups]
         self.policy = policy
         self.reshard_after_forward = reshard_after_forward
-        self.side_doors = side_doors
+        self.side_doors = SideDoors(side_doors)
         self.context: Context
         self.users: list[weakref.ref[Unit]] = [weakref.ref(self)]  # units whose modules show its parameters
         self.uses_weights = self.pinned = False
@@ -111,21 +108,16 @@ class Unit:
         self._waiting = 0  # calls whose backward has not ended
         self._new = 0  # those of them since the last backward
         self._latest: Call | None = None  # the last call that has results
-        self._running = 0  # calls whose backward has begun and not ended, of those whose end is detected
+        self._running: set[Call] = set()  # calls whose backward has begun and not ended
         self._has_another_backward = False  # around that of a recomputed forward, which leaves gradients, too
         self._runs_without_gradients = False  # its present forward does, so that nothing of it will be recomputed
         self._is_called_inside = False  # a module of it runs by itself, which opened a call
-        self._is_grouped = len(modules) > 1
-        self.leaf_hooks: list[RemovableHandle] = []
         self.parameter_hooks: list[RemovableHandle] = []
-        self._side_doors: SideDoors | None = None  # made at the first forward, when modules are complete
-        self.undo: list[Callable[[], None]] = []
-        self.notices_end = False
         for module in modules:
             module.__dict__[UNIT] = self
         self._modules = [weakref.ref(module) for module in modules]
         self._inside: list[RemovableHandle] = []  # hooks of modules that are called by themselves
-        self._hooks = attach(self, modules)
+        self.undo: list[Callable[[], None]] = [hook.remove for hook in attach(self, modules)]
 
     def rename(self, names: Sequence[str]) -> None:
         """Take the full name inside a root; `names` are those of its modules."""
@@ -136,8 +128,12 @@ class Unit:
     def share(self, group: ParameterGroup) -> None:
         """Use a group that another unit owns."""
         self.shared_groups.append(group)
-        self.all_groups.append(group)
         self.weights.append(group.weights)
+
+    @property
+    def all_groups(self) -> list[ParameterGroup]:
+        """Those it owns, and those it shares."""
+        return self.groups + self.shared_groups
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -159,8 +155,6 @@ class Unit:
         """Its modules are no longer sharded, and hold no reference to it."""
         self.rest(keeps_graph=False)
         self.unhook_inside()
-        for handle in self._hooks:
-            handle.remove()
         for undo in self.undo:
             undo()
         for module in self.modules:
@@ -246,9 +240,12 @@ class Unit:
         """Have modules show sharded parameters; unsharded ones stay in memory."""
         self.shown.now, self.shown.by = False, None
         shares = self.shared_groups or len(self.users) > 1
-        for group in self.all_groups:
-            if not (shares and self._is_shown_by_others(group)):
-                group.weights.unregister()
+        for weights in self._shown_by_no_other() if shares else self.weights:
+            weights.unregister()
+
+    def _shown_by_no_other(self) -> list[Weights]:
+        """Of its weights, those that no other unit shows which shares them."""
+        return [group.weights for group in self.all_groups if not self._is_shown_by_others(group)]
 
     def _is_shown_by_others(self, group: ParameterGroup) -> bool:
         """Whether another unit that shares a group shows unsharded parameters of it."""
@@ -269,12 +266,11 @@ class Unit:
             if self.context.trace is not None:
                 self.context.trace.append(self.reshard)
             self._end_lease()
-        for group in self.all_groups:
-            weights = group.weights
+        for weights in self.weights:
             if not weights.leases:
                 if weights.present:
                     weights.reshard()
-            elif not self._is_shown_by_others(group):
+            elif weights in self._shown_by_no_other():
                 weights.unregister()
 
     def _end_lease(self) -> None:
@@ -293,9 +289,6 @@ class Unit:
         ranges = self.context.lane.ranges
         if ranges.enabled:
             ranges.begin("forward", self.name)
-        doors = self._side_doors
-        if doors is None and torch.is_grad_enabled():
-            doors = self._side_doors = SideDoors(self.modules, assumed=self.side_doors == "follow")
         in_transform = compat.in_transform()
         if in_transform:
             compat.outside_transforms(self.enter)
@@ -307,22 +300,17 @@ class Unit:
         self._open_calls.append(call)
         # In a step its own layers may have computed the inputs (`self(self.pre(x))`), also as an autograd function that recomputes them.
         args, kwargs = begin_call(self, None if self.pinned else call, args, kwargs)
-        if doors is not None and doors.look_at_hooks():
+        if call is not None and self.side_doors.look_at_hooks(self):
             self.follow()
         return args, kwargs
 
     @property
-    def has_side_doors(self) -> bool:
-        """Whether the look at its modules has found any."""
-        return self._side_doors is not None and self._side_doors.found
-
-    @property
     def _is_followed(self) -> bool:
         """Whether saved weights are packed. Those of the root if asked alone: they stay until a backward has ended, and all runs inside."""
-        doors = self._side_doors
-        if doors is None or not doors.found or self.side_doors == "raise":
+        doors = self.side_doors
+        if not doors.found or doors.choice == "raise":
             return False
-        if self is self.context.root() and self.side_doors != "follow":
+        if self is self.context.root() and doors.choice != "follow":
             return False
         return any(weights.is_sharded for weights in self.weights)
 
@@ -335,7 +323,7 @@ class Unit:
                 call.is_followed = True
                 for weights in self.weights:
                     if weights.is_sharded:
-                        self.context.lane.pool.keep_private(weights.client)
+                        self.context.lane.pool.take_home(weights.client)
 
     def enter(self, *, shows: bool = True) -> None:
         """Unshard parameters, and prefetch the next unit's.
@@ -420,9 +408,14 @@ class Unit:
                 call.inputs = None  # hooks of the inputs hold the call, and it would hold the graph
             self.abandon()
             return
-        if call is not None and isinstance(module, nn.Embedding):
-            call.reads_weights = self._is_grouped or not is_plain_lookup(module)
         self.watch_result(call, output)
+        if (
+            call is not None
+            and isinstance(module, nn.Embedding)
+            and len(self._modules) == 1
+            and is_plain_lookup(module)
+        ):
+            call.slots = None  # its backward reads no weights
         if call is not None and call.in_transform:
             compat.outside_transforms(self.leave)
         else:
@@ -437,13 +430,12 @@ class Unit:
     def watch_result(self, call: Call | None, output: Any) -> None:
         """Have the backward of a call begin with the first gradient of a result, or of anything else that the forward has left."""
         outputs = watch_result(self, call, output)
-        doors = self._side_doors
-        if call is None or doors is None or (call.is_recomputed and outputs):
+        if call is None or (call.is_recomputed and outputs):
             return
         if not outputs:  # modules may read weights in a backward that no saved tensor leads to
             watch_parameters(self)
             self.hidden += 1
-        elif doors.look_at_attributes():
+        elif self.side_doors.look_at_attributes():
             watch_parameters(self)
             if not call.is_followed and self._is_followed:  # the next forward will be
                 for weights in self.weights:
@@ -477,6 +469,11 @@ class Unit:
             if not (is_root or self.hidden):
                 self._end_lease()
         self.refuse_lost_writes()
+
+    @property
+    def notices_end(self) -> bool:
+        """Whether an input of the last call needs a gradient, so that the end of its backward is detected."""
+        return self._latest is not None and bool(self._latest.given)
 
     @property
     def keeps_after_forward(self) -> bool:
@@ -545,7 +542,7 @@ class Unit:
         if not torch.is_grad_enabled():
             self.note_run()
             return None
-        if not self.all_groups:
+        if not self.weights:
             return None
         if compat.backward_task() == -1:
             return Call()
@@ -570,14 +567,13 @@ class Unit:
         """A gradient of an output has arrived; the call's own nodes run next, unless it returned an input unchanged."""
         context = self.context
         context.begin_backward()
-        if call.begun_in == context.backwards_finished or call.ended_in == compat.backward_task():
+        if call in self._running or call.ended_in == compat.backward_task():
             return
-        call.begun_in = context.backwards_finished
+        self._running.add(call)
         if context.lane.ranges.enabled:
             context.lane.ranges.begin("backward", self.name)
-        self._running += bool(call.given)
         following = context.note_backward(self)
-        if call.reads_weights:
+        if call.slots is not None:
             self.unshard(call.slots, for_backward=True)
             self.register()
         if following is not None:
@@ -590,12 +586,11 @@ class Unit:
         self._waiting = max(0, self._waiting - 1)
         if call.is_recomputed:
             self.recomputations.ended()
-        if call.begun_in == self.context.backwards_finished:
-            call.begun_in = -1
+        if call in self._running:
+            self._running.remove(call)
             if self.context.lane.ranges.open:
                 self.context.lane.ranges.end("backward", self.name)
-            self._running -= 1
-        if self._running == 0 and not self.hidden:
+        if not (self._running or self.hidden):
             self.reshard()
         if self.is_done:
             self.context.reductions.unit_done(self)
@@ -603,7 +598,7 @@ class Unit:
     def prefetch_for_backward(self) -> None:
         """Start the all-gather for a backward that is expected next, if its memory is free."""
         latest = self._latest
-        if latest is not None and self._waiting > 0 and latest.reads_weights:
+        if latest is not None and self._waiting > 0 and latest.slots is not None:
             self.unshard(latest.slots, ahead=True, for_backward=True)
 
     def rest(self, *, keeps_graph: bool) -> None:
@@ -611,12 +606,9 @@ class Unit:
         if self.hidden and not keeps_graph and not self.is_trainable:
             self.hidden = min(self.hidden - 1, self._new)  # forwards before the last backward had theirs, or never will
         self._waiting, self._new = min(self._waiting, self._new), 0
-        self._running = 0
+        self._running.clear()
         self._has_another_backward = False
         self.recomputations.end_backward(keeps_graph=keeps_graph)
-        for handle in self.leaf_hooks:
-            handle.remove()
-        self.leaf_hooks.clear()
         if not (keeps_graph or self._waiting):  # no step tells of graphs of what is frozen, or not known to be stepped
             for group in self.groups:
                 if group.weights.stays and not (self.is_trainable and self.context.has_optimizer):

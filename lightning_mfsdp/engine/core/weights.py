@@ -11,7 +11,7 @@
 Three questions are kept apart:
 
     what is in memory     `present`, and in which pooled buffer (`buffer`)
-    how old it is         `outdated`: the compute shard is older than the main weight. `stale`: other ranks' shards are not gathered yet
+    how old it is         `age`: whether the compute shard has the main weight's values, and other ranks' shards were gathered since
     what modules show     `registered`
 
 and memory changes by these moves alone:
@@ -39,6 +39,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -61,7 +62,7 @@ from lightning_mfsdp.engine.core.versions import Place, Versions
 if TYPE_CHECKING:
     from lightning_mfsdp.engine.core.group import ParameterGroup
 
-__all__ = ["GatherLane", "Weights"]
+__all__ = ["Age", "GatherLane", "Weights"]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -81,6 +82,18 @@ class GatherLane:
     started: int = 0
 
 
+_READ_BY_FORWARD = 1  # the first of the forms that a codec keeps; the last one is read by backward
+
+
+class Age(IntEnum):
+    """What the compute shard was made of, from new to old."""
+
+    GATHERED = 0  # the main weight's values, which were gathered since
+    CAST = 1  # the main weight's values
+    STEPPED = 2  # earlier values: an adopted optimizer has written the main weight since
+    WRITTEN = 3  # earlier values: something else has
+
+
 class Weights:
     """The compute weights of one group.
 
@@ -93,33 +106,26 @@ class Weights:
             there, by which no backward asks for it. It is gathered as often as otherwise, since other ranks may have found no such tensors.
         registered: Modules show unsharded parameters.
         leases: How many units compute with them.
-        outdated: The main weight was written since the compute shard was brought up to date with it.
-        written_elsewhere: It was written by anything but an adopted optimizer.
+        age: Of the compute shard, or of what was gathered where there is none.
         known_writes: The main weight's version counter when it was last checked, or a step reported.
-        stale: The compute shard was brought up to date since it was last gathered.
         lost_writes: Unsharded parameters that a forward wrote to, though main weights of another dtype cannot adopt that.
         client: Holds pooled buffers for the unsharded weight.
         is_sharded: It is unsharded only while it is used: gathered from other ranks, or at least cast.
     """
 
-    def __init__(self, owner: ParameterGroup, shards: list[FlatBuffer], *, main_is_shard: bool) -> None:
+    def __init__(self, owner: ParameterGroup, shards: list[FlatBuffer]) -> None:
         self.name, self.number = owner.name, 0
         self.shards = shards
         self.present = 0
         self.stays = self.registered = False
         self.leases = 0
-        self.outdated = self.written_elsewhere = self.stale = True
+        self.age = Age.WRITTEN
         self.lost_writes: list[Entry] = []
         self.is_sharded = owner.placement.weight
-        self._spec, self._layout, self._placement = owner.spec, owner.layout, owner.placement
-        self._axes, self._device = owner.axes, owner.device
-        self._full, self._inner, self._own = owner.full_extent, owner.inner_extent, owner.main_extent
-        self._entries = owner.entries
-        self._main, self._host_buffer, self._main_is_shard = owner.main, owner.host_buffer, main_is_shard
-        self._codec = owner.spec.codec
-        num_forms = len(owner.spec.planes)
-        self._read_by_forward, self._read_by_backward = 1, 1 << (num_forms - 1)
-        self._every_form = (1 << num_forms) - 1
+        self._spec, self._placement, self._axes, self._device = owner.spec, owner.placement, owner.axes, owner.device
+        self._entries, self._main, self._host_buffer = owner.entries, owner.main, owner.host_buffer
+        self._inner = owner.inner_extent
+        self._read_by_backward = 1 << (len(owner.spec.planes) - 1)
         self._nothing = self._stand_ins()  # what resharded parameters are pointed at
         self.known_writes = 0
         self._event: Event = None  # after the all-gather
@@ -129,7 +135,8 @@ class Weights:
         # Where parameters lie in each slot that they were in.
         self._by_slot: weakref.WeakKeyDictionary[Slot, Place] = weakref.WeakKeyDictionary()
         self._latest: tuple[Slot, Place] | None = None  # of `_by_slot`
-        size_bytes = num_forms * buffer_numel(self._layout, self._full) * self._spec.storage_dtype.itemsize
+        numel = len(owner.spec.planes) * buffer_numel(owner.layout, owner.full_extent)
+        size_bytes = numel * owner.spec.storage_dtype.itemsize
         self.client = Client(name="", size_bytes=size_bytes, evict=_give_up(weakref.ref(self)))
         self.rename(owner.name)
 
@@ -153,6 +160,11 @@ class Weights:
         """`[bytes]` uint8, what the pooled buffer is made of."""
         return self.client.slot.memory
 
+    @property
+    def _is_left_in_memory(self) -> bool:
+        """Whether it counts as resharded, and its values are in memory still (`stays`)."""
+        return not self.present and self.is_sharded and self.versions.place is not None
+
     def name_of(self, number: int) -> str:
         """Of a parameter, by its number in a `Place`."""
         return self._entries[number % len(self._entries)].name
@@ -160,22 +172,29 @@ class Weights:
     @property
     def extra_bytes(self) -> int:
         """Memory of the compute shard in addition to the main weight."""
-        return sum(shard.size_bytes for shard in self.shards) - (self._main.size_bytes if self._main_is_shard else 0)
+        shared_bytes = self._main.size_bytes if self._main_is_shard else 0
+        return sum(shard.size_bytes for shard in self.shards) - shared_bytes
 
     @property
     def follows_main(self) -> bool:
         """Whether unsharded parameters have exactly the main weight's values."""
-        return self._codec is None and self._spec.main_dtype == self._spec.compute_dtype
+        return self._spec.codec is None and self._spec.main_dtype == self._spec.compute_dtype
+
+    @property
+    def _main_is_shard(self) -> bool:
+        """Whether the main weight is a part of the compute shard."""
+        return self._host_buffer is None and self.follows_main
 
     # -- how old -------------------------------------------------------------------------------------------------------
 
     def outdate(self, *, by_optimizer: bool) -> None:
         """Note that the main weight was written."""
-        self.outdated = True
         if by_optimizer:
             self.forget_writes()
+            if self.age < Age.STEPPED:
+                self.age = Age.STEPPED
         else:
-            self.written_elsewhere = True
+            self.age = Age.WRITTEN
 
     def take_assigned(self) -> None:
         """Copy what was assigned to the `data` of local rows to where the rows belong."""
@@ -201,27 +220,26 @@ class Weights:
 
         Where the main weight is in host memory, an optimizer casts what it wrote.
         """
-        by_optimizer = not self.written_elsewhere
-        known = self._main_is_shard or (
-            self._host_buffer is not None and not self._host_buffer.note_writes() and by_optimizer
+        is_up_to_date = self._main_is_shard or (
+            self._host_buffer is not None and not self._host_buffer.note_writes() and self.age is Age.STEPPED
         )
-        self.outdated = self.written_elsewhere = False
-        self.stale = True
+        self.age = Age.CAST
         self.forget_writes()
-        if known or not self.shards or self._codec is not None:
+        if is_up_to_date or not self.shards or self._spec.codec is not None:
             return [], []
-        return self.shards[0].part(self._own).segments, self._main.segments
+        return self.shards[0].part(self._main.extent).segments, self._main.segments
 
     def fragments(self) -> list[Fragment]:
         """What to quantize so that the own part of the compute shard equals the main weight; one for each parameter of a codec."""
-        if self._codec is None:
+        if self._spec.codec is None:
             return []
-        own = [shard.part(self._own).views for shard in self.shards]
+        own = [shard.part(self._main.extent).views for shard in self.shards]
         return [
             Fragment(
                 parameter=entry.full,
                 main=main.view(-1),
-                start=self._layout.owned_elements(index, self._own.start)[0] - self._layout.offset_of[index],
+                start=self._main.layout.owned_elements(index, self._main.extent.start)[0]
+                - self._main.layout.offset_of[index],
                 outputs=tuple(views[index].view(-1) for views in own),
             )
             for index, (entry, main) in enumerate(zip(self._entries, self._main.views, strict=True))
@@ -229,11 +247,11 @@ class Weights:
 
     def cast_from(self, main: FlatBuffer) -> None:
         """Bring the own part of the compute shard up to date with a copy of the main weight. A codec does that at the next refresh."""
-        if self._codec is not None:
+        if self._spec.codec is not None:
             return
         if self.present and not self.registered:
             self.reshard()  # a prefetching all-gather may still read it
-        compat.foreach_copy_(self.shards[0].part(self._own).segments, main.segments)
+        compat.foreach_copy_(self.shards[0].part(self._main.extent).segments, main.segments)
 
     # -- what is in memory ---------------------------------------------------------------------------------------------
 
@@ -251,13 +269,13 @@ class Weights:
             for_backward: Gather what a backward reads, not what a forward reads.
             ahead: It is not read yet: postpone if another client is in `buffer`, or this weight is being read elsewhere.
         """
-        form = self._read_by_backward if for_backward else self._read_by_forward
+        form = self._read_by_backward if for_backward else _READ_BY_FORWARD
         if self.present & form and (buffer is None or self.client.slot is buffer):
             return
         if buffer is not None:
-            if ahead and not buffer.is_free_for(self.client):
+            if ahead and not self._lane.pool.is_free(buffer, self.client):
                 return
-            if (self.present or self.client.rests) and self.client.slot is not buffer:
+            if (self.present or self.versions.place is not None) and self.client.slot is not buffer:
                 if ahead and self.leases:
                     return
                 self.let_go()
@@ -270,10 +288,10 @@ class Weights:
         self.unshard(for_backward=1 << form == self._read_by_backward)
 
     def _gather(self, form: int, buffer: Slot | None, kind: int) -> None:
-        outer_first = self.stale and self._placement.outer_main
-        in_place = self.stale and self._placement.main and not self.is_sharded
+        outer_first = self._placement.outer_main and self.age is not Age.GATHERED
+        in_place = self._placement.main and not self.is_sharded and self.age is not Age.GATHERED
         if not (self.is_sharded or outer_first or in_place):
-            self.present = self._every_form
+            self.present = 2 * self._read_by_backward - 1
             return
         lane, streams = self._lane, self._lane.streams
         slot, free = None, None
@@ -291,9 +309,10 @@ class Weights:
             with streams.on(streams.gather):
                 if lane.weights_ready is not None:
                     streams.wait(lane.weights_ready, streams.gather)
-                self.stale = False
+                if self.age is Age.CAST:
+                    self.age = Age.GATHERED
                 if outer_first and self._axes.outer is not None:
-                    self._gather_shards(self._axes.outer, self._inner, self._own)
+                    self._gather_shards(self._axes.outer, self._inner, self._main.extent)
                 if self.is_sharded:
                     if slot is not None:
                         free = lane.pool.acquire(self.client, slot, training=training)
@@ -305,9 +324,9 @@ class Weights:
                         latest = self._latest = self.client.slot, self._in_slot(self.client.slot)
                     self._gather_into(latest[1], form)
                 else:
-                    self.present = self._every_form
+                    self.present = 2 * self._read_by_backward - 1
                     if in_place:
-                        self._gather_shards(self._axes.shard, self._full, self._inner)
+                        self._gather_shards(self._axes.shard, range(self._main.layout.num_shards), self._inner)
                 self._event = streams.record()
         lane.started += 1
         lane.weights_ready = None
@@ -324,8 +343,8 @@ class Weights:
         if versions.place is not place:
             if not versions.are_as_set():
                 self._refuse_late_write(versions.written()[0])
-            if self._codec is not None:
-                self._bind(self._codec, place)
+            if self._spec.codec is not None:
+                self._bind(self._spec.codec, place)
             else:
                 for index, view in enumerate(place.buffers[0].views):
                     parameter = self._entries[index].full
@@ -335,39 +354,39 @@ class Weights:
                         parameter.data_was_asked_for = False
                     compat.set_data(parameter, view)
             versions.lie_in(place)
-            if self.client.is_private:  # before the gather: what it communicates with refers to the memory, too
+            if (
+                self.is_sharded and self.client.home is None
+            ):  # before the gather: what it communicates with refers to the memory, too
                 # A codec's parameters stay where they were pointed at.
-                self.client.slot.count_own_users(0 if self._codec is not None else len(self._entries))
+                self.client.slot.count_own_users(0 if self._spec.codec is not None else len(self._entries))
         for index, full in enumerate(place.buffers):
             if forms >> index & 1:
                 if self.shards:
                     source = self.shards[index]
                 else:  # the own part is cast into its final place, and gathered in place
-                    source = full.part(self._own)
+                    source = full.part(self._main.extent)
                     compat.foreach_copy_(source.segments, self._main.segments)
                 if self._axes.shard.size > 1:
                     self._axes.shard.gather(full.segments, source.segments)
 
     def _in_slot(self, slot: Slot) -> Place:
         """The place in a slot's memory, made once for each slot."""
-        known = self._by_slot.get(slot)
-        if known is None:
+        place = self._by_slot.get(slot)
+        if place is None:
+            layout = self._main.layout
             with torch.inference_mode(False):
                 memory = slot.memory[: self.client.size_bytes].view(self._spec.storage_dtype)
-                known = self._by_slot[slot] = self._place_over(
-                    [
-                        FlatBuffer.over(self._layout, self._full, form)
-                        for form in memory.view(len(self._spec.planes), -1).unbind()
-                    ]
-                )
-        return known
+                forms = memory.view(len(self._spec.planes), -1).unbind()
+                place = self._place_over([FlatBuffer.over(layout, range(layout.num_shards), form) for form in forms])
+            self._by_slot[slot] = place
+        return place
 
     def _place_over(self, buffers: list[FlatBuffer]) -> Place:
         parameters = [entry.full for entry in self._entries]
         # `data` of views: a version counter of its own, so that a gather does not disturb tensors saved for backward.
-        raw = [] if self._codec is None else [view.data for form in buffers for view in form.views]
+        raw = [] if self._spec.codec is None else [view.data for form in buffers for view in form.views]
         for buffer in buffers:
-            buffer.part(self._own)  # made once, and counted among those that refer to the memory
+            buffer.part(self._main.extent)  # made once, and counted among those that refer to the memory
         return Place(buffers, parameters, raw)
 
     def _bind(self, codec: WeightCodec, place: Place) -> None:
@@ -390,21 +409,21 @@ class Weights:
         """Leave a parameter without memory of its own, and without a gradient."""
         full = self._entries[index].full
         full.grad = None
-        if self._codec is None:
+        if self._spec.codec is None:
             compat.set_data(full, self._nothing[index])
         else:  # its shape is that of what it reads
             nothing = torch.empty(1, dtype=self._spec.storage_dtype, device=self._device).expand(full.shape)
-            self._codec.bind(full, [nothing] * len(self._spec.planes))
+            self._spec.codec.bind(full, [nothing] * len(self._spec.planes))
 
     def refuse_late_writes(self) -> None:
         """Raise if the program wrote to a parameter, or assigned its `data`, while values rest in memory."""
-        if not self.client.rests:
+        if not self._is_left_in_memory:
             return
         if not self.versions.are_as_set():
             self._refuse_late_write(self.versions.written()[0])
         place = self.versions.place
         for index, entry in enumerate(self._entries):
-            if entry.full.data_was_asked_for and place is not None and self._codec is None:
+            if entry.full.data_was_asked_for and place is not None and self._spec.codec is None:
                 entry.full.data_was_asked_for = False
                 if compat.get_data(entry.full).data_ptr() != place.buffers[0].views[index].data_ptr():
                     self._refuse_late_write(index)
@@ -459,7 +478,7 @@ class Weights:
                 lane.pool.rest(self.client)
                 return
             self.versions.leave()
-            if self._codec is None:
+            if self._spec.codec is None:
                 for entry, nothing in zip(self._entries, self._nothing, strict=True):
                     compat.set_data(entry.full, nothing)
             if lane.pool.release(self.client, lane.streams.record()):
@@ -469,7 +488,7 @@ class Weights:
         """What a forward left is out of date: the memory need not stay any longer."""
         self.stays = False
         self.refuse_late_writes()
-        if self.client.rests:
+        if self._is_left_in_memory:
             self.reshard()
 
     def refill(self) -> None:
@@ -480,7 +499,7 @@ class Weights:
         if self.present:
             self._take_over_writes(takes_over=False)
         self.reshard()
-        for form, kind in ((self._read_by_forward, FORWARD), (self._read_by_backward, BACKWARD)):
+        for form, kind in ((_READ_BY_FORWARD, FORWARD), (self._read_by_backward, BACKWARD)):
             if forms & form & ~self.present:
                 self._gather(form, buffer, kind)
         if shown:
@@ -488,7 +507,7 @@ class Weights:
 
     def give_up(self, required: bool) -> bool:
         """Hand the buffer to another client, if that is required or no unit computes with these weights. Returns whether it may have it."""
-        if not (self.present or self.client.rests) or (not required and (self.registered or self.leases)):
+        if not (self.present or self.versions.place is not None) or (not required and (self.registered or self.leases)):
             return False
         if required:
             self.let_go()
@@ -504,9 +523,9 @@ class Weights:
         if self.registered:
             return
         self.registered = True
-        if self._codec is not None:
+        if self._spec.codec is not None:
             with torch.inference_mode(False), torch.no_grad():
-                self._codec.after_gather([entry.full for entry in self._entries])
+                self._spec.codec.after_gather([entry.full for entry in self._entries])
         for entry in self._entries:
             sites = entry.sites
             table, key = sites[0]
@@ -535,8 +554,8 @@ class Weights:
         if not self.registered:
             return
         self.registered = False
-        if self._codec is not None:
-            self._codec.before_release([entry.full for entry in self._entries])
+        if self._spec.codec is not None:
+            self._spec.codec.before_release([entry.full for entry in self._entries])
         data_was_asked_for = False
         for entry in self._entries:
             at_rest = entry.at_rest
@@ -555,7 +574,7 @@ class Weights:
         for index, entry in enumerate(self._entries):
             if index in written or entry.full.data_was_asked_for:
                 entry.full.data_was_asked_for = False
-                if takes_over and self._codec is None:
+                if takes_over and self._spec.codec is None:
                     self._take_over(index, is_written=index in written)
 
     def _take_over(self, index: int, *, is_written: bool) -> None:
@@ -594,7 +613,7 @@ class Weights:
 
     def rows_of(self, value: Tensor, index: int, extent: range) -> Tensor:
         """The part of a whole parameter that belongs to the shards of `extent`."""
-        rows = self._layout.owned_rows(index, extent.start, len(extent))
+        rows = self._main.layout.owned_rows(index, extent.start, len(extent))
         return value[rows.start : rows.stop] if value.dim() else value
 
     def refuse_lost_writes(self) -> NoReturn:
