@@ -108,7 +108,7 @@ class Unit:
         self._waiting = 0  # calls whose backward has not ended
         self._new = 0  # those of them since the last backward
         self._latest: Call | None = None  # the last call that has results
-        self._running: set[Call] = set()  # calls whose backward has begun and not ended
+        self._running: dict[Call, None] = {}  # calls whose backward has begun and not ended
         self._has_another_backward = False  # around that of a recomputed forward, which leaves gradients, too
         self._runs_without_gradients = False  # its present forward does, so that nothing of it will be recomputed
         self._is_called_inside = False  # a module of it runs by itself, which opened a call
@@ -569,7 +569,7 @@ class Unit:
         context.begin_backward()
         if call in self._running or call.ended_in == compat.backward_task():
             return
-        self._running.add(call)
+        self._running[call] = None
         if context.lane.ranges.enabled:
             context.lane.ranges.begin("backward", self.name)
         following = context.note_backward(self)
@@ -587,7 +587,7 @@ class Unit:
         if call.is_recomputed:
             self.recomputations.ended()
         if call in self._running:
-            self._running.remove(call)
+            del self._running[call]
             if self.context.lane.ranges.open:
                 self.context.lane.ranges.end("backward", self.name)
         if not (self._running or self.hidden):
@@ -606,7 +606,7 @@ class Unit:
         if self.hidden and not keeps_graph and not self.is_trainable:
             self.hidden = min(self.hidden - 1, self._new)  # forwards before the last backward had theirs, or never will
         self._waiting, self._new = min(self._waiting, self._new), 0
-        self._running.clear()
+        self._running = {}
         self._has_another_backward = False
         self.recomputations.end_backward(keeps_graph=keeps_graph)
         if not (keeps_graph or self._waiting):  # no step tells of graphs of what is frozen, or not known to be stepped

@@ -53,7 +53,7 @@ from lightning_mfsdp.engine.comm.collectives import Axis
 from lightning_mfsdp.engine.comm.gather_order import BACKWARD, FORWARD, GatherOrder
 from lightning_mfsdp.engine.comm.ranges import Ranges
 from lightning_mfsdp.engine.core.buffer import FlatBuffer, buffer_numel
-from lightning_mfsdp.engine.core.codec import Fragment, WeightCodec
+from lightning_mfsdp.engine.core.codec import Fragment
 from lightning_mfsdp.engine.core.parameter import Entry
 from lightning_mfsdp.engine.core.sharded_parameter import ShardedParameter
 from lightning_mfsdp.engine.core.storage import Client, Slot, SlotPool
@@ -122,16 +122,15 @@ class Weights:
         self.age = Age.WRITTEN
         self.lost_writes: list[Entry] = []
         self.is_sharded = owner.placement.weight
-        self._spec, self._placement, self._axes, self._device = owner.spec, owner.placement, owner.axes, owner.device
+        self._spec, self._placement, self._axes = owner.spec, owner.placement, owner.axes
         self._entries, self._main, self._host_buffer = owner.entries, owner.main, owner.host_buffer
         self._inner = owner.inner_extent
         self._read_by_backward = 1 << (len(owner.spec.planes) - 1)
-        self._nothing = self._stand_ins()  # what resharded parameters are pointed at
+        self._nothing = self._stand_ins(owner.device)  # what resharded parameters are pointed at
         self.known_writes = 0
         self._event: Event = None  # after the all-gather
         self._lane: GatherLane  # of its root
         self.versions = Versions([entry.full for entry in self._entries])
-        self._bound: Place | None = None  # where a codec's parameters are pointed at
         # Where parameters lie in each slot that they were in.
         self._by_slot: weakref.WeakKeyDictionary[Slot, Place] = weakref.WeakKeyDictionary()
         self._latest: tuple[Slot, Place] | None = None  # of `_by_slot`
@@ -172,18 +171,13 @@ class Weights:
     @property
     def extra_bytes(self) -> int:
         """Memory of the compute shard in addition to the main weight."""
-        shared_bytes = self._main.size_bytes if self._main_is_shard else 0
+        shared_bytes = self._main.size_bytes if self.follows_main and self._host_buffer is None else 0
         return sum(shard.size_bytes for shard in self.shards) - shared_bytes
 
     @property
     def follows_main(self) -> bool:
         """Whether unsharded parameters have exactly the main weight's values."""
         return self._spec.codec is None and self._spec.main_dtype == self._spec.compute_dtype
-
-    @property
-    def _main_is_shard(self) -> bool:
-        """Whether the main weight is a part of the compute shard."""
-        return self._host_buffer is None and self.follows_main
 
     # -- how old -------------------------------------------------------------------------------------------------------
 
@@ -220,12 +214,15 @@ class Weights:
 
         Where the main weight is in host memory, an optimizer casts what it wrote.
         """
-        is_up_to_date = self._main_is_shard or (
-            self._host_buffer is not None and not self._host_buffer.note_writes() and self.age is Age.STEPPED
-        )
-        self.age = Age.CAST
+        age, self.age = self.age, Age.CAST
         self.forget_writes()
-        if is_up_to_date or not self.shards or self._spec.codec is not None:
+        if not self.shards or self._spec.codec is not None:
+            return [], []
+        if self._host_buffer is None:
+            is_cast = self._main.dtype == self.shards[0].dtype  # the main weight is a part of the compute shard
+        else:
+            is_cast = not self._host_buffer.note_writes() and age is Age.STEPPED
+        if is_cast:
             return [], []
         return self.shards[0].part(self._main.extent).segments, self._main.segments
 
@@ -322,6 +319,7 @@ class Weights:
                     latest = self._latest
                     if latest is None or latest[0] is not self.client.slot:
                         latest = self._latest = self.client.slot, self._in_slot(self.client.slot)
+                        self._bind(latest[1])
                     self._gather_into(latest[1], form)
                 else:
                     self.present = 2 * self._read_by_backward - 1
@@ -343,9 +341,7 @@ class Weights:
         if versions.place is not place:
             if not versions.are_as_set():
                 self._refuse_late_write(versions.written()[0])
-            if self._spec.codec is not None:
-                self._bind(self._spec.codec, place)
-            else:
+            if self._spec.codec is None:
                 for index, view in enumerate(place.buffers[0].views):
                     parameter = self._entries[index].full
                     if parameter.data_was_asked_for:
@@ -354,10 +350,8 @@ class Weights:
                         parameter.data_was_asked_for = False
                     compat.set_data(parameter, view)
             versions.lie_in(place)
-            if (
-                self.is_sharded and self.client.home is None
-            ):  # before the gather: what it communicates with refers to the memory, too
-                # A codec's parameters stay where they were pointed at.
+            if self.is_sharded and self.client.home is None:
+                # Before the gather: what it communicates with refers to the memory, too. A codec's parameters stay where they are.
                 self.client.slot.count_own_users(0 if self._spec.codec is not None else len(self._entries))
         for index, full in enumerate(place.buffers):
             if forms >> index & 1:
@@ -389,21 +383,22 @@ class Weights:
             buffer.part(self._main.extent)  # made once, and counted among those that refer to the memory
         return Place(buffers, parameters, raw)
 
-    def _bind(self, codec: WeightCodec, place: Place) -> None:
+    def _bind(self, place: Place) -> None:
         """Point a codec's parameters at their raw data, once for each place that they are moved to."""
-        if self._bound is place:
+        if self._spec.codec is None:
             return
-        self._bound = place
         with torch.inference_mode(False), torch.no_grad():
             for index, entry in enumerate(self._entries):
-                codec.bind(entry.full, place.raw[index :: len(self._entries)])
+                self._spec.codec.bind(entry.full, place.raw[index :: len(self._entries)])
 
     def begin(self) -> None:
         """Point unsharded parameters, left empty, at the compute shard where weights are whole: they lie there permanently."""
         if self.is_sharded:
             self.versions.leave()
-        else:
-            self._gather_into(self._place_over(self.shards), 0)
+            return
+        place = self._place_over(self.shards)
+        self._bind(place)
+        self._gather_into(place, 0)
 
     def leave_empty(self, index: int) -> None:
         """Leave a parameter without memory of its own, and without a gradient."""
@@ -412,7 +407,9 @@ class Weights:
         if self._spec.codec is None:
             compat.set_data(full, self._nothing[index])
         else:  # its shape is that of what it reads
-            nothing = torch.empty(1, dtype=self._spec.storage_dtype, device=self._device).expand(full.shape)
+            nothing = torch.empty(1, dtype=self._spec.storage_dtype, device=self._nothing[index].device).expand(
+                full.shape
+            )
             self._spec.codec.bind(full, [nothing] * len(self._spec.planes))
 
     def refuse_late_writes(self) -> None:
@@ -431,7 +428,7 @@ class Weights:
     def _refuse_late_write(self, index: int) -> NoReturn:
         """Raise: the program wrote to an unsharded parameter, which it kept, while the weights were sharded."""
         self._entries[index].full.data_was_asked_for = False
-        self._nothing = self._stand_ins()  # this one may have been written
+        self._nothing = self._stand_ins(self._nothing[0].device)  # this one may have been written
         self.stays = False
         if self.present:  # it is being gathered
             self.versions.leave()
@@ -441,7 +438,7 @@ class Weights:
             "no effect. The program kept it from a forward; write to module.parameter outside of forwards, where it is the main weight"
         )
 
-    def _stand_ins(self) -> list[Tensor]:
+    def _stand_ins(self, device: torch.device) -> list[Tensor]:
         """What resharded parameters are pointed at: of their shape, since gradients that need no value still arrive, and NaN.
 
         An integer has no NaN, and no gradient.
@@ -450,7 +447,7 @@ class Weights:
         value = torch.nan if dtype.is_floating_point or dtype.is_complex else 0
         with torch.inference_mode(False):
             # One for each parameter, since `zero_` writes even to these.
-            each = torch.full((len(self._entries),), value, dtype=dtype, device=self._device)
+            each = torch.full((len(self._entries),), value, dtype=dtype, device=device)
             return [one.expand(entry.piece.part_shape) for one, entry in zip(each, self._entries, strict=True)]
 
     def wait(self) -> None:
