@@ -204,7 +204,7 @@ def passes_without_backward_leave_no_record(rank: int, world: int) -> None:
     with torch.no_grad():
         for step in range(3):
             model(inputs(step, rank))
-    assert not pool._met
+    assert not pool._conflicts
     train(model, optimizer, range(2), rank)
     fixed = [slot.address for slot in pool._fixed]
     for step in range(3):

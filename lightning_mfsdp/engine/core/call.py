@@ -56,7 +56,7 @@ class Call:
     """One forward in grad mode, until its backward.
 
     Attributes:
-        slots: Where its saved tensors expect the weights, by group; `None` where they are whole, or packed and in memory of the unit's own.
+        buffers: Where its saved tensors expect the weights, by group; `None` where they are whole, or packed and in the unit's own memory.
             `None` instead of a list: its backward reads no weights.
         ended_in: The last backward in which the gradients of all its inputs arrived, by autograd's number.
         is_recomputed: Its forward ran inside a backward.
@@ -68,6 +68,7 @@ class Call:
     """
 
     __slots__ = (
+        "buffers",
         "ended_in",
         "following",
         "given",
@@ -75,11 +76,10 @@ class Call:
         "inputs",
         "is_followed",
         "is_recomputed",
-        "slots",
     )
 
     def __init__(self, *, is_recomputed: bool = False) -> None:
-        self.slots: list[Slot | None] | None = None
+        self.buffers: list[Slot | None] | None = None
         self.ended_in = -1
         self.is_recomputed = is_recomputed
         self.following: saved_tensors_hooks | None = None
@@ -268,18 +268,18 @@ def attach_inside(unit: Unit, shown: Shown, tables: Sequence[dict[str, Any]], ro
 
 def _modules_inside(module: nn.Module, tables: set[int]) -> list[nn.Module]:
     """Modules below `module` and outside of nested units that hold parameters in one of the tables, or contain such a module."""
-    found: dict[nn.Module, bool] = {}
-    _find_inside(module, tables, found)
-    del found[module]
-    return [child for child, has_some in found.items() if has_some and not isinstance(child, torch.jit.ScriptModule)]
+    contains: dict[nn.Module, bool] = {}
+    _find_inside(module, tables, contains)
+    del contains[module]
+    return [child for child, has_some in contains.items() if has_some and not isinstance(child, torch.jit.ScriptModule)]
 
 
-def _find_inside(module: nn.Module, tables: set[int], found: dict[nn.Module, bool]) -> bool:
-    if module not in found:
-        found[module] = False  # in case it contains itself
-        below = [_find_inside(child, tables, found) for child in module.children() if not is_unit(child)]
-        found[module] = id(module._parameters) in tables or any(below)
-    return found[module]
+def _find_inside(module: nn.Module, tables: set[int], contains: dict[nn.Module, bool]) -> bool:
+    if module not in contains:
+        contains[module] = False  # in case it contains itself
+        below = [_find_inside(child, tables, contains) for child in module.children() if not is_unit(child)]
+        contains[module] = id(module._parameters) in tables or any(below)
+    return contains[module]
 
 
 def _attach_inside_one(this: weakref.ref[Unit], shown: Shown, module: nn.Module) -> list[RemovableHandle]:
@@ -463,13 +463,13 @@ def _when_all_computed(call: Call, views: list[Tensor], hook: Hook) -> None:
     call.inputs = Inputs([view.grad_fn for view in views])
     these = weakref.ref(call.inputs)
 
-    def one(gradient: Any) -> None:
+    def count(gradient: Any) -> None:
         inputs = these()
         if inputs is not None and inputs.has_all():
             hook(gradient)
 
     for view in views:
-        view.grad_fn.register_prehook(one)  # type: ignore[union-attr]
+        view.grad_fn.register_prehook(count)  # type: ignore[union-attr]
 
 
 def watch_result(unit: Unit, call: Call | None, output: Any) -> list[Tensor]:
@@ -492,7 +492,7 @@ def watch_result(unit: Unit, call: Call | None, output: Any) -> list[Tensor]:
     watched = [tensor for tensor in outputs if tensor.requires_grad]
     if outputs and not watched:
         return outputs
-    call.slots = [
+    call.buffers = [
         None if not weights.is_sharded or (call.is_followed and weights.client.slot.is_own) else weights.client.slot
         for weights in unit.weights
     ]
@@ -541,7 +541,7 @@ def watch_parameters(unit: Unit) -> None:
 
 def _refuse_own_weights(unit: Unit, outputs: list[Tensor]) -> None:
     """Refuse a result that lies in gathered memory: it would change or vanish once that memory is reused."""
-    places = {one.client.slot.address for one in unit.weights if one.is_sharded and one.present}
+    places = {weights.client.slot.address for weights in unit.weights if weights.is_sharded and weights.present}
     strided = [tensor for tensor in outputs if tensor.layout is torch.strided] if places else []
     if any(compat.address_of(tensor) in places for tensor in strided):
         raise EngineStateError(

@@ -402,9 +402,9 @@ class Context:
     def _show_for_backward(self) -> None:
         """Modules may read weights in their backward. Units that no call of their own will unshard show theirs from now to the end."""
         for unit in self.units:
-            if unit.uses_weights or unit.step_slots is not None:
+            if unit.uses_weights or unit.step_buffers is not None:
                 # What was resharded since its step is gathered to where autograd saved it; what was kept is there already.
-                unit.unshard(None if unit.uses_weights else unit.step_slots, for_backward=True)
+                unit.unshard(None if unit.uses_weights else unit.step_buffers, for_backward=True)
                 unit.register()
 
     def _watched(self, end: Callable[[], None]) -> weakref.ref[Callable[[], None]]:
@@ -460,7 +460,7 @@ class Context:
         self.ranges.end_all("backward")
         units = self.units
         for unit in units:
-            unit.rest(keeps_graph=self.keeps_graph)
+            unit.end_backward(keeps_graph=self.keeps_graph)
         self.backwards_finished += 1
         self.gradient_writes += 1
         self._in_backward = False

@@ -208,7 +208,11 @@ def _check_whole_roots(module: nn.Module, found: list[Unit]) -> None:
             "last, or a module around it, and while it is alive"
         )
     entries = [entry for unit in found for group in unit.groups for entry in group.entries]
-    if compat.backward_task() != -1 or any(unit.pinned for unit in found) or any(map(_is_shown_whole, entries)):
+    if (
+        compat.backward_task() != -1
+        or any(unit.keeps_unsharded for unit in found)
+        or any(map(_is_shown_whole, entries))
+    ):
         raise ShardingError(
             f"unshard_model: {name} is in use, by a training step, a backward or unshard() around this call; call it between steps, or "
             "after fit"

@@ -141,16 +141,16 @@ def gather_root(module: nn.Module) -> Iterator[None]:
     context = unit.context
     before = context.backwards_finished
     unit.enter(shows=False)
-    unit.pinned = True
+    unit.keeps_unsharded = True
     try:
         yield
     except BaseException as error:  # an interrupt, too, must not leave weights pinned; re-raised
         unit.abandon()
         _explain_resharded(error, unit.context.groups)
         raise
-    unit.pinned = False
+    unit.keeps_unsharded = False
     if torch.is_grad_enabled():
-        unit.step_slots = [weights.buffer for weights in unit.weights]
+        unit.step_buffers = [weights.buffer for weights in unit.weights]
     if context.backwards_finished != before:
         unit.reshard()
     else:

@@ -292,7 +292,7 @@ class ParameterGroup:
     def unsharded_outside(self, index: int) -> nn.Parameter | None:
         """A parameter that is used outside of forwards in grad mode, unsharded, if it is so and stays until a backward has ended."""
         unit = self.unit()
-        return self.entries[index].full if unit is not None and unit.has_at_hand(self) else None
+        return self.entries[index].full if unit is not None and unit.is_unsharded_and_current(self) else None
 
     def begin_backward(self) -> None:
         """A backward begins that may not involve any forward of a unit."""

@@ -68,7 +68,7 @@ class MemoryPlanner:
         for unit in wanted[:count]:
             unit.reshard_after_forward = False
             for group in unit.groups:
-                self._pool.give_own_home(group.weights.client)
+                self._pool.unshare(group.weights.client)
 
     def _allocator(self, number: int, units: Sequence[Unit]) -> Callable[[int], Tensor] | None:
         """Where fixed slots come from: symmetric memory in the first steps, while all ranks plan alike.

@@ -54,10 +54,10 @@ class SideDoors:
     def __init__(self, choice: Choice) -> None:
         self.choice = choice
         self.found = choice == "follow"
-        self._hooks: list[dict[Any, Any]] = []
+        self._hooks: list[dict[Any, Any]] = []  # tables of hooks of the modules inside
         self._num_hooks: list[int] = []  # of each module inside, when they were looked at
-        self._tables: list[dict[str, Any]] = []
-        self._own: list[weakref.ref[nn.Module]] = []  # not their tables: these hold the unit, and it this
+        self._tables: list[dict[str, Any]] = []  # attributes of the modules inside
+        self._own: list[weakref.ref[nn.Module]] = []  # the unit's; not their tables: these hold the unit, and it this
         self._lengths: list[int] = []  # of the tables of attributes, when these were noted
         self._open: list[tuple[int, str, object]] = []  # table, name, and what it held before the forward
 

@@ -151,7 +151,7 @@ class SlotPool:
         self._device = device
         self._clients: list[Client] = []
         # Pairs of clients seen holding memory at the same time, in order of first appearance. It only grows, and only by new pairs.
-        self._met: dict[Client, dict[Client, None]] = {}
+        self._conflicts: dict[Client, dict[Client, None]] = {}
         self._outdated = False
         self._fixed: list[Slot] = []
         self._last_release: Event = None
@@ -167,11 +167,11 @@ class SlotPool:
         """A slot of its own."""
         return Slot(client.size_bytes, self._device, fixed=False)
 
-    def give_own_home(self, client: Client) -> None:
+    def unshare(self, client: Client) -> None:
         """A client shares its home with no other from now on, until there is another plan."""
         client.home = self._slot_for(client)
 
-    def take_home(self, client: Client) -> None:
+    def exclude_from_plan(self, client: Client) -> None:
         """No saved tensor points into a client's memory any more: it has some while it holds it, and none otherwise."""
         if client.home is not None:
             client.home = None
@@ -185,7 +185,7 @@ class SlotPool:
     @property
     def allocated_bytes(self) -> int:
         """All full-size memory at the moment."""
-        own = {client.slot for client in self._clients if not client.slot.fixed}
+        own = dict.fromkeys(client.slot for client in self._clients if not client.slot.fixed)
         return self.fixed_bytes + sum(slot.allocated_bytes for slot in own)
 
     def clear(self, client: Client, needed: Slot | None = None) -> Slot:
@@ -227,26 +227,26 @@ class SlotPool:
             slot.materialize()
         self._held[client] = None
         if self.pooled and training:
-            self._meet(client)
+            self._note_conflicts(client)
         return slot.released if slot.fixed else self._last_release
 
-    def _meet(self, client: Client) -> None:
+    def _note_conflicts(self, client: Client) -> None:
         """Record which other clients hold memory now: they cannot share a slot."""
-        known = self._met.get(client)
-        if known is None:
-            known = self._met[client] = {}
+        conflicts = self._conflicts.get(client)
+        if conflicts is None:
+            conflicts = self._conflicts[client] = {}
             self._outdated = True
         for other in self._held:
-            if other is not client and other not in known:
-                known[other] = None
-                self._met.setdefault(other, {})[client] = None
+            if other is not client and other not in conflicts:
+                conflicts[other] = None
+                self._conflicts.setdefault(other, {})[client] = None
                 self._outdated = True
 
-    def rest(self, client: Client) -> None:
+    def pause(self, client: Client) -> None:
         """The client does not use its slot for now, and leaves its values there until another client must have it."""
         self._held.pop(client, None)
 
-    def use(self, client: Client) -> None:
+    def resume(self, client: Client) -> None:
         """It uses the slot again in which its values rest."""
         self._held[client] = None
 
@@ -300,15 +300,15 @@ class SlotPool:
 
     def _coloring(self) -> list[tuple[int, list[Client]]]:
         """Size and clients of each fixed slot."""
-        clients = [client for client in self._met if client.home is not None]
+        clients = [client for client in self._conflicts if client.home is not None]
         conflicts = [
-            {number for number, other in enumerate(clients) if other in self._met[client]} for client in clients
+            {number for number, other in enumerate(clients) if other in self._conflicts[client]} for client in clients
         ]
-        found = []
+        slots = []
         for indices in color([client.size_bytes for client in clients], conflicts):
             size = max(clients[index].size_bytes for index in indices)
-            found.append((-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES, [clients[index] for index in indices]))
-        return found
+            slots.append((-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES, [clients[index] for index in indices]))
+        return slots
 
     def finish_step(self, event: Event, allocate: Callable[[int], Tensor] | None = None) -> None:
         """A training step is complete: plan fixed slots if it showed anything new and nothing holds the plan.

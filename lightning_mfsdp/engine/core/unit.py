@@ -69,15 +69,15 @@ class Unit:
         shared_groups: Groups of other units whose parameters this module shares (tied weights).
         context: Shared by all units of a root.
         recomputations: Modules that ran without gradients, to be recomputed with them.
-        weights: Of both.
+        weights: Of the groups that it owns, then of those that it shares.
         hidden: How many forwards returned no tensors to hook and have not had their backward, as far as known: weights stay. Those that
             are stepped stay until then.
         parameter_hooks: Hooks by which gradients of weights show that a backward is running, where it may touch no result.
         uses_weights: It holds a lease on each of its weights.
         shown: Whether its modules show unsharded parameters.
         reshard_after_forward: Weights do not stay between forward and backward; "auto": they may, if memory is left (planning.py).
-        pinned: Code around it is running (`gather_root`), so `reshard` only has modules show sharded parameters.
-        step_slots: Where saved tensors of the code of a step around it expect the weights, by group; that code has no call.
+        keeps_unsharded: Code around it is running (`gather_root`), so `reshard` only has modules show sharded parameters.
+        step_buffers: Where saved tensors of the code of a step around it expect the weights, by group; that code has no call.
         undo: Callbacks that undo what `fully_shard` did to its modules.
     """
 
@@ -99,9 +99,9 @@ class Unit:
         self.side_doors = SideDoors(side_doors)
         self.context: Context
         self.users: list[weakref.ref[Unit]] = [weakref.ref(self)]  # units whose modules show its parameters
-        self.uses_weights = self.pinned = False
+        self.uses_weights = self.keeps_unsharded = False
         self.shown = Shown()
-        self.step_slots: list[Slot | None] | None = None
+        self.step_buffers: list[Slot | None] | None = None
         self.recomputations = Recomputations()
         self.hidden = 0
         self._open_calls: list[Call | None] = []  # forwards that are running, innermost last; `None` without gradients
@@ -153,7 +153,7 @@ class Unit:
 
     def end(self) -> None:
         """Its modules are no longer sharded, and hold no reference to it."""
-        self.rest(keeps_graph=False)
+        self.end_backward(keeps_graph=False)
         self.unhook_inside()
         for undo in self.undo:
             undo()
@@ -226,10 +226,12 @@ class Unit:
             for weights in self.weights:
                 weights.leases += 1
 
-    def has_at_hand(self, group: ParameterGroup) -> bool:
+    def is_unsharded_and_current(self, group: ParameterGroup) -> bool:
         """Whether unsharded parameters of one of its groups equal the main weights and stay in place until a backward has ended."""
         weights = group.weights
-        stays = not weights.is_sharded or (self is self.context.root() and (self.pinned or bool(self._open_calls)))
+        stays = not weights.is_sharded or (
+            self is self.context.root() and (self.keeps_unsharded or bool(self._open_calls))
+        )
         if not (stays and weights.follows_main):
             return False
         self.unshard()
@@ -257,7 +259,7 @@ class Unit:
 
     def reshard(self) -> None:
         """Show sharded parameters and free memory, unless code around it is still running or a unit that shares a group uses it."""
-        if self.pinned:
+        if self.keeps_unsharded:
             if self.shown.by is None:
                 self.unregister()
             return
@@ -299,7 +301,7 @@ class Unit:
             call.in_transform = True
         self._open_calls.append(call)
         # In a step its own layers may have computed the inputs (`self(self.pre(x))`), also as an autograd function that recomputes them.
-        args, kwargs = begin_call(self, None if self.pinned else call, args, kwargs)
+        args, kwargs = begin_call(self, None if self.keeps_unsharded else call, args, kwargs)
         if call is not None and self.side_doors.look_at_hooks(self):
             self.follow()
         return args, kwargs
@@ -323,7 +325,7 @@ class Unit:
                 call.is_followed = True
                 for weights in self.weights:
                     if weights.is_sharded:
-                        self.context.lane.pool.take_home(weights.client)
+                        self.context.lane.pool.exclude_from_plan(weights.client)
 
     def enter(self, *, shows: bool = True) -> None:
         """Unshard parameters, and prefetch the next unit's.
@@ -339,7 +341,9 @@ class Unit:
             context.interrupt()
             context.begin_backward()  # and not in a backward inside this one, which reentrant checkpointing runs
             # If they are gathered for a backward of this unit already, what is recomputed reads the same.
-            self.unshard(None if self.uses_weights or self._latest is None or not self._waiting else self._latest.slots)
+            self.unshard(
+                None if self.uses_weights or self._latest is None or not self._waiting else self._latest.buffers
+            )
         else:
             following = context.note_forward(self)
             self.unshard()
@@ -356,7 +360,7 @@ class Unit:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """A module with parameters of this unit, the outermost one, runs outside the unit's own forward: they are shown while it does."""
-        self._is_called_inside = not (self.pinned or self._open_calls)
+        self._is_called_inside = not (self.keeps_unsharded or self._open_calls)
         if self._is_called_inside:
             args, kwargs = self.pre_forward(module, args, kwargs)
         else:
@@ -415,7 +419,7 @@ class Unit:
             and len(self._modules) == 1
             and is_plain_lookup(module)
         ):
-            call.slots = None  # its backward reads no weights
+            call.buffers = None  # its backward reads no weights
         if call is not None and call.in_transform:
             compat.outside_transforms(self.leave)
         else:
@@ -512,7 +516,7 @@ class Unit:
     def is_inside_root(self) -> bool:
         """Whether the forward of a root around it, or a step of one, is running."""
         root = self.context.root()
-        return root is not None and root is not self and (root.pinned or bool(root._open_calls))
+        return root is not None and root is not self and (root.keeps_unsharded or bool(root._open_calls))
 
     @property
     def is_inside_forward_of_root(self) -> bool:
@@ -527,7 +531,7 @@ class Unit:
 
     def abandon(self) -> None:
         """Forward raised: reshard at once what it used, and at the root also what was prefetched."""
-        self.pinned = False
+        self.keeps_unsharded = False
         self.reshard()
         if self is self.context.root():
             for unit in self.context.units:
@@ -573,8 +577,8 @@ class Unit:
         if context.lane.ranges.enabled:
             context.lane.ranges.begin("backward", self.name)
         following = context.note_backward(self)
-        if call.slots is not None:
-            self.unshard(call.slots, for_backward=True)
+        if call.buffers is not None:
+            self.unshard(call.buffers, for_backward=True)
             self.register()
         if following is not None:
             following.prefetch_for_backward()
@@ -598,10 +602,10 @@ class Unit:
     def prefetch_for_backward(self) -> None:
         """Start the all-gather for a backward that is expected next, if its memory is free."""
         latest = self._latest
-        if latest is not None and self._waiting > 0 and latest.slots is not None:
-            self.unshard(latest.slots, ahead=True, for_backward=True)
+        if latest is not None and self._waiting > 0 and latest.buffers is not None:
+            self.unshard(latest.buffers, ahead=True, for_backward=True)
 
-    def rest(self, *, keeps_graph: bool) -> None:
+    def end_backward(self, *, keeps_graph: bool) -> None:
         """After a backward, or after one that failed: stop waiting for any part of it."""
         if self.hidden and not keeps_graph and not self.is_trainable:
             self.hidden = min(self.hidden - 1, self._new)  # forwards before the last backward had theirs, or never will

@@ -130,7 +130,7 @@ class Versions:
         It can be resharded still, or the same values were gathered to another place since.
         """
         lain = [values.versions for reference in self._lain if (values := reference()) is not None]
-        pairs = (pair for here, there in itertools.permutations(lain, 2) for pair in zip(here, there, strict=True))
+        pairs = (pair for now, before in itertools.permutations(lain, 2) for pair in zip(now, before, strict=True))
         return found == self.resharded or (found, expected) in pairs
 
     def are_as_set(self) -> bool:

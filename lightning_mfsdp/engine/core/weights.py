@@ -297,7 +297,7 @@ class Weights:
                 slot = lane.pool.clear(self.client, buffer)
             elif not self.present:  # it stayed in memory, where it may be being read
                 self.refuse_late_writes()
-                lane.pool.use(self.client)
+                lane.pool.resume(self.client)
                 free = streams.record()
         with lane.ranges.around("gather", self.name):
             if self.is_sharded and lane.order.is_on:
@@ -448,7 +448,9 @@ class Weights:
         with torch.inference_mode(False):
             # One for each parameter, since `zero_` writes even to these.
             each = torch.full((len(self._entries),), value, dtype=dtype, device=device)
-            return [one.expand(entry.piece.part_shape) for one, entry in zip(each, self._entries, strict=True)]
+            return [
+                stand_in.expand(entry.piece.part_shape) for stand_in, entry in zip(each, self._entries, strict=True)
+            ]
 
     def wait(self) -> None:
         """Let the work that follows on this stream wait for the all-gather."""
@@ -472,7 +474,7 @@ class Weights:
                 self.wait()
             lane = self._lane
             if self.stays:
-                lane.pool.rest(self.client)
+                lane.pool.pause(self.client)
                 return
             self.versions.leave()
             if self._spec.codec is None:
@@ -531,13 +533,13 @@ class Weights:
             for table, key in sites:
                 table[key] = entry.full
 
-    def _refuse_replaced(self, entry: Entry, found: object) -> NoReturn:
+    def _refuse_replaced(self, entry: Entry, shown: object) -> NoReturn:
         for earlier in self._entries[: self._entries.index(entry)]:
             earlier.show(earlier.at_rest)
         self.registered = False
         raise EngineStateError(
             f"{self.name}: parameter {entry.name} was replaced after fully_shard (expected its sharded DTensor, got "
-            f"{_named(found, entry)}), by load_state_dict(assign=True), functional_call, an assignment, "
+            f"{_named(shown, entry)}), by load_state_dict(assign=True), functional_call, an assignment, "
             "or a conversion such as half() or cpu(). Assign before fully_shard and copy values in place afterwards; convert it back, or "
             "call unshard_model(module) on the root"
         )
@@ -633,8 +635,8 @@ def _give_up(this: weakref.ref[Weights]) -> Callable[[bool], bool]:
     return evict
 
 
-def _named(found: object, entry: Entry) -> str:
+def _named(shown: object, entry: Entry) -> str:
     """What is found where a module showed an entry, for messages."""
-    if isinstance(found, ShardedParameter) and found._local is entry.local:
-        return f"its rows in {str(found.dtype).removeprefix('torch.')} on {found.device}"
-    return "a foreign DTensor" if isinstance(found, DTensor) else type(found).__name__
+    if isinstance(shown, ShardedParameter) and shown._local is entry.local:
+        return f"its rows in {str(shown.dtype).removeprefix('torch.')} on {shown.device}"
+    return "a foreign DTensor" if isinstance(shown, DTensor) else type(shown).__name__
