@@ -52,7 +52,7 @@ OF_VARIABLES = {
 }
 OF_OTHERS = (
     *("self", "lane", "self._lane", "self.place.values", "past", "place", "values", "made", "wrapped"),
-    *("gradient", "parameter", "tensor"),
+    *("gradient", "parameter", "tensor", "whole", "part"),
 )
 CHANGES = frozenset(
     ("add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem", "popleft", "remove")
