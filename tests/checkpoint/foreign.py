@@ -21,8 +21,8 @@ from torch.distributed.fsdp.api import (
 )
 from torch.distributed.tensor import DTensor
 
-from lightning_mfsdp.checkpoint.state.dcp_shard import DcpShard
-from lightning_mfsdp.engine.core.piece import Piece
+from tests.checkpoint.internals import DcpShard
+from tests.engine.internals import Piece
 from tests.lightning.models import Classifier, loader, make_trainer, seeded
 
 STEPS = 2

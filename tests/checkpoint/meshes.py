@@ -15,18 +15,26 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp import fully_shard, fully_shard_optimizer, sharded_parameters
-from lightning_mfsdp.checkpoint import export_model, lightning_io, load_safetensors
-from lightning_mfsdp.checkpoint.io.locate import locate
-from lightning_mfsdp.checkpoint.io.ranks import Ranks
+from lightning_mfsdp.checkpoint import export_model, load_safetensors
 from lightning_mfsdp.checkpoint.safetensors import load
-from lightning_mfsdp.checkpoint.state.full_state import full_model_state, full_optimizer_state
-from lightning_mfsdp.checkpoint.state.index import ParameterIndex
-from lightning_mfsdp.checkpoint.state.parameter_state import PARAMETER_STATES, ParameterState, dcp_shards, full_tensors
-from lightning_mfsdp.engine import ParameterView
-from lightning_mfsdp.engine.core.sharded_tensor import ShardedTensor
-from lightning_mfsdp.engine.features.ema import AveragedWeights
+from lightning_mfsdp.checkpoint.state.parameter_state import (
+    PARAMETER_STATES,
+    ParameterState,
+    dcp_shards,
+    full_tensors,
+)
+from lightning_mfsdp.engine import AveragedWeights, ParameterView
 from lightning_mfsdp.tensor_parallel import apply_plan
 from lightning_mfsdp.trainer.continuation import GRADIENTS, PendingGradients
+from tests.checkpoint.internals import (
+    ParameterIndex,
+    Ranks,
+    full_model_state,
+    full_optimizer_state,
+    lightning_io,
+    locate,
+)
+from tests.engine.internals import ShardedTensor
 
 AVERAGE = "average"
 STEPS = 2

@@ -10,12 +10,11 @@ import torch
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
 
 from lightning_mfsdp import MFSDPStrategy
-from lightning_mfsdp.checkpoint.io.trust import CheckpointError
-from lightning_mfsdp.checkpoint.state.full_state import full_optimizer_state
-from lightning_mfsdp.checkpoint.tools.convert import convert_checkpoint
-from lightning_mfsdp.checkpoint.tools.leaves import StoredTensor
+from lightning_mfsdp.checkpoint import convert_checkpoint
+from lightning_mfsdp.checkpoint.tools.leaves import CheckpointError, StoredTensor
 from lightning_mfsdp.checkpoint.tools.parts import names_of_numbers, read_parts
 from tests.checkpoint.foreign import STEPS, Trained, joined, write_foreign
+from tests.checkpoint.internals import full_optimizer_state
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import full_state, loader, make_trainer, seeded, strict_warnings
 from tests.lightning.test_checkpoint import assert_same

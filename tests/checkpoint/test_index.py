@@ -10,13 +10,16 @@ import torch
 from torch import nn
 
 from lightning_mfsdp import fully_shard, fully_shard_optimizer
-from lightning_mfsdp.checkpoint import lightning_io
-from lightning_mfsdp.checkpoint.io.locate import locate
-from lightning_mfsdp.checkpoint.io.ranks import Ranks
 from lightning_mfsdp.checkpoint.state import index as room
-from lightning_mfsdp.checkpoint.state.full_state import full_model_state, full_optimizer_state
-from lightning_mfsdp.checkpoint.state.index import ParameterIndex
 from lightning_mfsdp.fabric import checkpoints
+from tests.checkpoint.internals import (
+    ParameterIndex,
+    Ranks,
+    full_model_state,
+    full_optimizer_state,
+    lightning_io,
+    locate,
+)
 from tests.helpers.distributed import run_distributed
 
 

@@ -17,19 +17,14 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
-from lightning_mfsdp.base.part import Part
 from lightning_mfsdp.checkpoint import convert_checkpoint, export_checkpoint, load_checkpoint
-from lightning_mfsdp.checkpoint.background import Staging
-from lightning_mfsdp.checkpoint.io.locate import locate
-from lightning_mfsdp.checkpoint.io.ranks import Ranks
-from lightning_mfsdp.checkpoint.state.dcp_shard import DcpShard
-from lightning_mfsdp.checkpoint.state.full_state import full_model_state
-from lightning_mfsdp.checkpoint.tools.convert import consolidate_checkpoint
 from lightning_mfsdp.checkpoint.tools.leaves import StoredCheckpoint
 from lightning_mfsdp.checkpoint.tools.verify import cover_problems, verify
-from lightning_mfsdp.engine.core.piece import Piece
 from lightning_mfsdp.fabric import checkpoints
+from lightning_mfsdp.tensor_parallel import Part
+from tests.checkpoint.internals import DcpShard, Ranks, Staging, consolidate_checkpoint, full_model_state, locate
 from tests.checkpoint.meshes import LAYOUTS, Sharded, filled_in_one_process, pattern
+from tests.engine.internals import Piece
 from tests.engine.test_piece import cut_rows, divided
 from tests.helpers.distributed import run_distributed
 from tests.helpers.pairwise import in_turn

@@ -13,11 +13,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lightning_mfsdp.checkpoint import export_checkpoint, export_model, lightning_io, load_safetensors
-from lightning_mfsdp.checkpoint.io.locate import locate
-from lightning_mfsdp.checkpoint.io.ranks import Ranks
-from lightning_mfsdp.checkpoint.state.index import ParameterIndex
+from lightning_mfsdp.checkpoint import export_checkpoint, export_model, load_safetensors
 from lightning_mfsdp.engine import fully_shard, fully_shard_optimizer
+from tests.checkpoint.internals import ParameterIndex, Ranks, lightning_io, locate
 from tests.helpers.distributed import run_distributed
 from tests.helpers.host_memory import FREED_AT_ONCE, Meter
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_mfsdp.base.errors import EngineStateError
+from lightning_mfsdp import EngineStateError
 
 # Client and sharding -> the error and a part of its message. A row whose client is refused passes if this is raised.
 REFUSED: dict[tuple[str, str], tuple[type[Exception], str]] = {

@@ -12,9 +12,8 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-from lightning_mfsdp.base.errors import ShardingError
-from lightning_mfsdp.context_parallel import exchange
-from lightning_mfsdp.context_parallel.attention import context_attention, context_positions
+from lightning_mfsdp import ShardingError
+from lightning_mfsdp.context_parallel import context_attention, context_positions, exchange
 from lightning_mfsdp.context_parallel.exchange import gather_sequence, to_heads, to_sequence
 from lightning_mfsdp.context_parallel.sharing import METHODS, ContextParallel, Cut
 from tests.context_parallel.sequences import KINDS, LENGTH, allowed, cut_of, divided, on_one_rank, real, tensors

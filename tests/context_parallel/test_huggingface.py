@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_mfsdp.base.errors import ShardingError
+from lightning_mfsdp import ShardingError
 from lightning_mfsdp.context_parallel.huggingface import use_context_attention
 from lightning_mfsdp.context_parallel.sharing import METHODS, ContextParallel, Cut, Method
 from tests.context_parallel.sequences import BATCH, LENGTH, allowed, cut_of, divided

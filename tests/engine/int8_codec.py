@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_mfsdp.engine.core.codec import Fragment
+from tests.engine.internals import Fragment
 
 MASK = 0x55  # what the second plane differs by, so that a plane read in place of the other shows
 

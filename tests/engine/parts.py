@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_mfsdp.base.part import Part, mark_part
+from lightning_mfsdp.base.part import mark_part
 from lightning_mfsdp.engine import fully_shard, fully_shard_optimizer, is_sharded
+from lightning_mfsdp.tensor_parallel import Part
 from tests.engine.cases import Problems
 
 # The shape of each parameter, and along which dim and in which sections it is divided; no sections: every rank has all of it.

@@ -22,7 +22,7 @@ from lightning_mfsdp.engine import (
     reduce_pending,
     watch_backward,
 )
-from lightning_mfsdp.engine.core.unit import unit_of
+from tests.engine.internals import unit_of
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, Chain, adamw, assert_same_weights, context, inputs, loss_of, weights
 from tests.helpers.hidden import Hidden

@@ -29,10 +29,9 @@ from lightning_mfsdp.engine import (
     fully_shard_units,
     no_sync,
     sharded_parameters,
+    units,
     unshard,
 )
-from lightning_mfsdp.engine.core.codec import WeightCodec
-from lightning_mfsdp.engine.core.inspect import context_of, units
 from tests.engine.cases import device_type
 from tests.engine.int8_codec import (
     MASK,
@@ -44,6 +43,7 @@ from tests.engine.int8_codec import (
     raw_of,
     scale_of,
 )
+from tests.engine.internals import WeightCodec, context_of
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES
 from tests.helpers.pairwise import in_world, pairwise

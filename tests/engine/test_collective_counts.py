@@ -24,8 +24,8 @@ from lightning_mfsdp.engine import (
     sharded_parameters,
     unshard,
 )
-from lightning_mfsdp.engine.core.unit import unit_of
 from tests.engine.cases import device_type
+from tests.engine.internals import unit_of
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, adamw, context
 from tests.helpers.pairwise import pairwise

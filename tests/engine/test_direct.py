@@ -29,9 +29,9 @@ from lightning_mfsdp.engine import (
     sharded_parameters,
 )
 from lightning_mfsdp.engine.core.buffer import FlatBuffer
-from lightning_mfsdp.engine.core.gradients import DirectWrites
 from lightning_mfsdp.engine.core.storage import Slot
 from tests.engine.cases import device_type
+from tests.engine.internals import DirectWrites
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, inputs, loss_of, sharded_chain
 from tests.helpers.hidden import Hidden

@@ -18,7 +18,7 @@ from lightning_mfsdp import (
     fully_shard_optimizer,
     no_sync,
 )
-from lightning_mfsdp.engine.core.inspect import context_of
+from tests.engine.internals import context_of
 from tests.engine.worlds import by_world, check
 
 WIDTH = 6

@@ -20,7 +20,7 @@ from lightning_mfsdp.engine import (
     units,
     watch_backward,
 )
-from lightning_mfsdp.engine.core.unit import unit_of
+from tests.engine.internals import unit_of
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import (
     STRATEGIES,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mfsdp import around_backward, fully_shard, fully_shard_optimizer, no_sync, sharded_parameters
-from lightning_mfsdp.engine.core.inspect import context_of
+from tests.engine.internals import context_of
 from tests.engine.worlds import by_world, check
 from tests.helpers.pairwise import pairwise
 

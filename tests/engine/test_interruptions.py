@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp.engine import around_backward, gather_root, no_sync, sharded_parameters, unshard
 from lightning_mfsdp.engine.comm.collectives import Axis
-from lightning_mfsdp.engine.core.unit import unit_of
+from tests.engine.internals import unit_of
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import (
     STRATEGIES,

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_mfsdp.engine import MixedPrecisionPolicy, sharded_parameters, units
-from lightning_mfsdp.engine.core.unit import unit_of
 from tests.engine.cases import device_type
+from tests.engine.internals import unit_of
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, adamw, context, inputs, loss_of, sharded_chain, train
 from tests.helpers.pairwise import in_world, pairwise

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_mfsdp.base.errors import EngineStateError
+from lightning_mfsdp import EngineStateError
 from lightning_mfsdp.engine import (
     MixedPrecisionPolicy,
     ShardingError,
@@ -32,12 +32,12 @@ from lightning_mfsdp.engine import (
     unshard,
 )
 from lightning_mfsdp.engine.core import host_memory
-from lightning_mfsdp.engine.core.inspect import context_of
 from lightning_mfsdp.engine.features.offload import staging
-from lightning_mfsdp.engine.features.offload import streamed_step as streaming
 from lightning_mfsdp.engine.features.offload.offloaded_state import state_of
 from lightning_mfsdp.optim import Muon
 from tests.engine.cases import device_type
+from tests.engine.internals import context_of
+from tests.engine.internals import streamed_step as streaming
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, inputs, loss_of, plain_chain, sharded_chain, train, weights
 from tests.helpers.models import batch, build

@@ -20,10 +20,10 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_mfsdp.checkpoint.state.full_state import full_optimizer_state
+from lightning_mfsdp import MFSDPPrecision
 from lightning_mfsdp.engine import ShardingError, fully_shard, fully_shard_optimizer, grad_norm, sharded_parameters
 from lightning_mfsdp.optim import Muon
-from lightning_mfsdp.trainer.precision import MFSDPPrecision
+from tests.checkpoint.internals import full_optimizer_state
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import DOUBLE, STRATEGIES, double_chain, inputs, loss_of, plain_chain, sharded_chain, weights
 from tests.helpers.optimizer_state import state_of_rows

@@ -6,16 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_mfsdp.base.errors import ShardingError
-from lightning_mfsdp.base.part import (
-    Part,
-    Strip,
-    copy_marks,
-    is_summed,
-    mark_part,
-    mark_summed,
-    part_of,
-)
+from lightning_mfsdp import ShardingError
+from lightning_mfsdp.base.part import Strip, copy_marks, mark_part, mark_summed
+from lightning_mfsdp.tensor_parallel import Part, is_summed, part_of
 
 WHOLE = torch.arange(2 * 12 * 6).view(2, 12, 6)
 # dim, sections

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lightning_mfsdp import DistributedGradScaler
 from lightning_mfsdp.engine import (
     AveragedWeights,
     EngineStateError,
@@ -31,7 +32,6 @@ from lightning_mfsdp.engine import (
     grad_norm,
     no_sync,
 )
-from lightning_mfsdp.options.loss_scaling import DistributedGradScaler
 from tests.engine.cases import Problems
 from tests.engine.parts import (
     ANYHOW,

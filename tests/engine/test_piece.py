@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_mfsdp.base.part import Part
-from lightning_mfsdp.engine.core.piece import Piece
+from lightning_mfsdp.tensor_parallel import Part
+from tests.engine.internals import Piece
 
 DIVISIONS = st.lists(
     st.tuples(st.integers(0, 2), st.integers(1, 3), st.lists(st.integers(1, 3), min_size=1, max_size=3)), max_size=2

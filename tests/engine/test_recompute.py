@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lightning_mfsdp.engine import MixedPrecisionPolicy, fully_shard, no_sync, sharded_parameters
-from lightning_mfsdp.engine.core.unit import unit_of
+from tests.engine.internals import unit_of
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import (
     STRATEGIES,

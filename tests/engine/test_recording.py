@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from lightning_mfsdp.engine import EngineStateError, clip_grad_norm_, fully_shard, no_sync
-from lightning_mfsdp.engine.core.inspect import context_of
 from lightning_mfsdp.engine.features.graphs import capture, captured_loss, recording
 from tests.engine.cases import Case, run_cases
+from tests.engine.internals import context_of
 from tests.helpers.chain import inputs, loss_of, sharded_chain
 
 

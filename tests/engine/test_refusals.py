@@ -24,8 +24,8 @@ from lightning_mfsdp.engine import (
     no_sync,
     sharded_parameters,
 )
-from lightning_mfsdp.engine.core.inspect import context_of
 from tests.engine.cases import device_type
+from tests.engine.internals import context_of
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, adamw, inputs, loss_of, plain_chain, sharded_chain, train, weights
 

@@ -239,6 +239,20 @@ def test_other_rooms_use_what_the_engine_offers_and_nothing_inside_it():
     assert not wrong, "\n".join(wrong)
 
 
+def test_tests_of_other_rooms_look_inside_the_engine_through_one_file():
+    """`internals.py` of this folder: it follows when the engine's files change."""
+    tests = Path(__file__).parents[1]
+    others = [path for path in sorted(tests.rglob("*.py")) if path.parent != Path(__file__).parent]
+    assert len(others) > 200
+    wrong = [
+        f"{path.relative_to(tests)}:{line} uses {used}"
+        for path in others
+        for line, used in reaches(ast.parse(path.read_text()))
+        if path.parent.name != "figures"  # whose examples are names of modules
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_no_import_is_relative():
     """What `engine_imports` reads are names."""
     wrong = [

@@ -8,9 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_mfsdp.engine import ShardingError, fully_shard, fully_shard_optimizer, sharded_parameters, unshard
-from lightning_mfsdp.engine.core.inspect import context_of
-from lightning_mfsdp.engine.core.unit import unit_of
 from tests.engine.cases import Problems, device_type
+from tests.engine.internals import context_of, unit_of
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import adamw, inputs, loss_of, plain_chain, sharded_chain, train
 

@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 import lightning_mfsdp.engine as engine
 from lightning_mfsdp import Recompute, apply_recompute
 from lightning_mfsdp.engine import MixedPrecisionPolicy, clip_grad_norm_, no_sync, reduce_pending, unshard
-from lightning_mfsdp.engine.features.offload import streamed_step
 from tests.engine import test_codec as quantized
 from tests.engine.int8_codec import Int8Codec
+from tests.engine.internals import streamed_step
 from tests.helpers.chain import STRATEGIES, adamw, inputs, loss_of, sharded_chain, train
 from tests.helpers.stream_checker import STEP, CheckedStreams, Checker, checked_streams, place_of
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from lightning_mfsdp.base.errors import ShardingError
+from lightning_mfsdp import ShardingError
 from lightning_mfsdp.base.initialize import materialize
 
 DTYPES = (

@@ -10,9 +10,8 @@ import torch.distributed as dist
 from lightning.fabric.plugins.precision import FSDPPrecision
 from torch import Tensor, nn
 
-from lightning_mfsdp import MFSDPPrecision, MixedPrecisionPolicy, fully_shard, sharded_parameters
+from lightning_mfsdp import DistributedGradScaler, MFSDPPrecision, MixedPrecisionPolicy, fully_shard, sharded_parameters
 from lightning_mfsdp.fabric import MFSDPFabricPrecision, MFSDPFabricStrategy
-from lightning_mfsdp.options.loss_scaling import DistributedGradScaler
 from tests.engine.worlds import by_world, check
 from tests.fabric.loops import batches, launched, train, whole
 from tests.lightning.models import Classifier, seeded

@@ -21,8 +21,7 @@ from lightning_mfsdp import (
     unshard,
 )
 from lightning_mfsdp.engine import MixedPrecisionPolicy
-from lightning_mfsdp.engine.core.group import ParameterGroup
-from lightning_mfsdp.engine.core.inspect import context_of
+from tests.engine.internals import ParameterGroup, context_of
 from tests.fuzzing.description import Description, Micro
 from tests.fuzzing.model import BlockModule, Net, seeded
 from tests.fuzzing.running import LIMIT, Event, Run, make_optimizer

@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from lightning_mfsdp import MFSDPStrategy
-from lightning_mfsdp.checkpoint.state.full_state import full_optimizer_state
-from lightning_mfsdp.checkpoint.tools.convert import convert_checkpoint
+from lightning_mfsdp.checkpoint import convert_checkpoint
 from tests.checkpoint.foreign import STEPS, Trained, whole
+from tests.checkpoint.internals import full_optimizer_state
 from tests.helpers.distributed import needs_gpus, run_distributed
 from tests.lightning.models import Block, Classifier, full_state, loader, make_trainer, seeded
 from tests.lightning.test_checkpoint import assert_same

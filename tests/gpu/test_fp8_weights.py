@@ -24,10 +24,10 @@ from lightning_mfsdp import (
     sharded_parameters,
     unshard,
 )
-from lightning_mfsdp.engine.core.inspect import context_of
 from lightning_mfsdp.te import fuse_weight_gradients, weight_codecs
 from lightning_mfsdp.te.quantized_weights import quantize_again
 from tests.engine.cases import run_cases
+from tests.engine.internals import context_of
 from tests.engine.test_codec import watched
 from tests.gpu.test_nccl import STRATEGIES
 from tests.helpers.distributed import needs_gpus

@@ -19,7 +19,7 @@ from lightning_mfsdp import (
     units,
     unshard,
 )
-from lightning_mfsdp.engine.core.inspect import context_of
+from tests.engine.internals import context_of
 from tests.helpers.distributed import needs_gpus, run_distributed
 from tests.helpers.models import batch, build, loss_of
 

@@ -18,9 +18,8 @@ from lightning_mfsdp import (
     units,
     unshard,
 )
-from lightning_mfsdp.engine.core.inspect import context_of
-from lightning_mfsdp.engine.features.offload import streamed_step as streaming
-from lightning_mfsdp.engine.features.offload.offloaded_state import empty_at_rest, put_to_rest
+from tests.engine.internals import context_of, empty_at_rest, put_to_rest
+from tests.engine.internals import streamed_step as streaming
 from tests.helpers.distributed import needs_gpus, run_distributed
 from tests.helpers.models import batch, build, loss_of
 from tests.helpers.optimizer_state import state_of_rows

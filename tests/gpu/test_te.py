@@ -21,10 +21,10 @@ from examples.decoder import DecoderConfig
 from examples.lightning_decoder import LightningDecoder, TextDataModule, generate
 from lightning_mfsdp.base.alignment import ALIGNMENTS
 from lightning_mfsdp.base.initialize import materialize
-from lightning_mfsdp.engine.core.group import owner_of
 from lightning_mfsdp.te import Fp8Compute, Fp8Options, library
 from lightning_mfsdp.te.recipes import RECIPES
 from tests.engine.cases import run_cases
+from tests.engine.internals import owner_of
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import full_state, seeded
 from tests.te import fake_engine

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mfsdp.engine import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer, unshard
-from lightning_mfsdp.engine.core.context import Context
-from lightning_mfsdp.engine.core.inspect import context_of
+from tests.engine.internals import Context, context_of
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 DIM = 8

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_mfsdp.engine.core.group import as_local
+from tests.engine.internals import as_local
 
 
 def state_of_rows(optimizer: torch.optim.Optimizer) -> dict[Tensor, dict[str, Any]]:

@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mfsdp.base.streams import Streams
-from lightning_mfsdp.engine.comm.ranges import Ranges
-from lightning_mfsdp.engine.core import context as context_module
+from tests.engine.internals import Ranges
+from tests.engine.internals import context as context_module
 
 COMPUTE = "compute"
 STEP = "step"

@@ -19,12 +19,15 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_mfsdp import fully_shard, fully_shard_optimizer
-from lightning_mfsdp.checkpoint import lightning_io
 from lightning_mfsdp.checkpoint.io import local
-from lightning_mfsdp.checkpoint.io.locate import locate
-from lightning_mfsdp.checkpoint.io.ranks import Ranks
-from lightning_mfsdp.checkpoint.state.full_state import full_model_state, full_optimizer_state
-from lightning_mfsdp.checkpoint.state.index import ParameterIndex
+from tests.checkpoint.internals import (
+    ParameterIndex,
+    Ranks,
+    full_model_state,
+    full_optimizer_state,
+    lightning_io,
+    locate,
+)
 
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.unlink", "os.truncate")
 OLD, NEW = 1, 2

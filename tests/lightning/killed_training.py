@@ -20,12 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_mfsdp.checkpoint import lightning_io
-from lightning_mfsdp.checkpoint.background import BackgroundSaver, Staging
 from lightning_mfsdp.checkpoint.io import local
-from lightning_mfsdp.checkpoint.io.locate import locate
-from lightning_mfsdp.checkpoint.io.ranks import Ranks
-from lightning_mfsdp.checkpoint.state.index import ParameterIndex
+from tests.checkpoint.internals import BackgroundSaver, ParameterIndex, Ranks, Staging, lightning_io, locate
 from tests.lightning.interrupted_saves import fill, made
 
 WORLD = 2

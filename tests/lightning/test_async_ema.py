@@ -11,7 +11,7 @@ from lightning.pytorch import Callback
 
 from lightning_mfsdp import MFSDPStrategy
 from lightning_mfsdp.callbacks import ShardedEMA
-from lightning_mfsdp.checkpoint import lightning_io
+from tests.checkpoint.internals import lightning_io
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import FOREIGN_WARNINGS, loader, make_trainer, seeded, strict_warnings
 from tests.lightning.test_checkpoint import assert_same

@@ -14,9 +14,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from lightning_mfsdp import MFSDPStrategy
-from lightning_mfsdp.checkpoint.background import BackgroundSaver, Staging
-from lightning_mfsdp.checkpoint.state.dcp_shard import DcpShard
-from lightning_mfsdp.engine.core.piece import Piece
+from tests.checkpoint.internals import BackgroundSaver, DcpShard, Staging
+from tests.engine.internals import Piece
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import FOREIGN_WARNINGS, loader, make_trainer, seeded, strict_warnings
 from tests.lightning.test_checkpoint import Scheduled, assert_same, local_state

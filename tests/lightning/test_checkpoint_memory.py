@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mfsdp import MFSDPStrategy
-from lightning_mfsdp.checkpoint.state.full_state import full_model_state
+from tests.checkpoint.internals import full_model_state
 from tests.helpers.distributed import run_distributed
 from tests.helpers.host_memory import FREED_AT_ONCE, Meter
 from tests.lightning.models import FOREIGN_WARNINGS, make_trainer, strict_warnings

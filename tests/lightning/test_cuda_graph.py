@@ -16,10 +16,9 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
 from lightning_mfsdp import EngineStateError, MFSDPStrategy, capture_loss, fully_shard
-from lightning_mfsdp.engine.features.graphs.captured_loss import loss_in
-from lightning_mfsdp.engine.features.graphs.recording import _described
 from lightning_mfsdp.trainer.cuda_graph import recorded_logs
 from tests.engine.cases import run_cases
+from tests.engine.internals import described, loss_in
 from tests.lightning.models import FOREIGN_WARNINGS, Classifier, loader, make_trainer, seeded
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in FOREIGN_WARNINGS]
@@ -123,15 +122,15 @@ def test_a_step_without_a_loss_is_refused(outputs: Any) -> None:
 
 def test_calls_are_told_apart_by_shapes_dtypes_and_plain_values() -> None:
     x = torch.zeros(2, 3)
-    same = _described(({"x": x, "n": 3, "name": "a"}, [x]))
+    same = described(({"x": x, "n": 3, "name": "a"}, [x]))
     assert same == ["0.x: float32[2, 3]", "0.n: 3", "0.name: 'a'", "1.0: float32[2, 3]"]
-    assert same == _described(({"x": torch.ones(2, 3), "n": 3, "name": "a"}, [x]))
+    assert same == described(({"x": torch.ones(2, 3), "n": 3, "name": "a"}, [x]))
     for other in (
         ({"x": x, "n": 4, "name": "a"}, [x]),
         ({"x": x.half(), "n": 3, "name": "a"}, [x]),
         (x, x),
         ({"n": 3, "x": x, "name": "a"}, [x]),
     ):
-        assert same != _described(other)
+        assert same != described(other)
     first, second = object(), object()
-    assert _described(first) == _described(first) != _described(second)
+    assert described(first) == described(first) != described(second)

@@ -15,7 +15,7 @@ from torchmetrics import MeanMetric
 
 import lightning_mfsdp
 from lightning_mfsdp import MFSDPStrategy, fully_shard
-from lightning_mfsdp.engine.core.inspect import context_of
+from tests.engine.internals import context_of
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import (
     DIM,

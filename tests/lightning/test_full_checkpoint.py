@@ -15,13 +15,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_mfsdp import MFSDPStrategy, fully_shard, fully_shard_optimizer
-from lightning_mfsdp.checkpoint.io.locate import locate
-from lightning_mfsdp.checkpoint.io.ranks import Ranks
-from lightning_mfsdp.checkpoint.state.full_state import full_model_state, full_optimizer_state
-from lightning_mfsdp.checkpoint.state.index import ParameterIndex
 from lightning_mfsdp.checkpoint.state.on_disk import Reads
 from lightning_mfsdp.checkpoint.state.optimizer import finish_optimizer, optimizer_state, plan_optimizer
 from lightning_mfsdp.engine import sharded_parameters
+from tests.checkpoint.internals import ParameterIndex, Ranks, full_model_state, full_optimizer_state, locate
 from tests.engine.worlds import by_world, check
 from tests.helpers.distributed import run_distributed
 from tests.helpers.models import batch, build

@@ -21,6 +21,7 @@ from lightning_mfsdp import (
     no_sync,
 )
 from lightning_mfsdp.engine import sharded_parameters
+from tests.engine.internals import fused_adam
 from tests.helpers.distributed import run_distributed
 from tests.helpers.fused_adam import FusedAdam, joined
 from tests.lightning.models import Classifier, full_state, loader, make_trainer, seeded, strict_warnings
@@ -172,7 +173,7 @@ def refusals() -> dict[str, Any]:
         model = fully_shard(nn.Linear(4, 6))
         optimizer = FusedAdam(model.parameters())
         refused = pytest.raises(ShardingError, match="leaves out updates where a rank") if is_old else nullcontext()
-        with mock.patch("lightning_mfsdp.engine.features.fused_adam.version", return_value=library), refused:
+        with mock.patch.object(fused_adam, "version", return_value=library), refused:
             fully_shard_optimizer(optimizer)
     model = fully_shard(nn.Linear(4, 6), offload="optimizer")
     with pytest.raises(ShardingError, match="FusedAdam counts the calls of its step, and offload"):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_mfsdp import MFSDPPrecision, MFSDPStrategy, fully_shard_optimizer
 from lightning_mfsdp.callbacks import MemoryReport, NaNGradientReporter, NormMonitor
 from lightning_mfsdp.engine import MemorySample, MemoryTimeline
-from lightning_mfsdp.engine.core.inspect import context_of
+from tests.engine.internals import context_of
 from tests.helpers.distributed import needs_gpus, run_distributed
 from tests.lightning.models import Classifier, full_state, loader, make_trainer, seeded, strict_warnings, train_plainly
 from tests.lightning.test_checkpoint import assert_same, local_state

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_mfsdp import MFSDPStrategy, units
-from lightning_mfsdp.callbacks import NaNGradientReporter
-from lightning_mfsdp.callbacks.nan_gradients import NonFiniteGradientError
+from lightning_mfsdp.callbacks import NaNGradientReporter, NonFiniteGradientError
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import Classifier, dataset, make_trainer, seeded
 

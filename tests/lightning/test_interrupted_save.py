@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_mfsdp.checkpoint import lightning_io
-from lightning_mfsdp.checkpoint.io.locate import locate
+from tests.checkpoint.internals import lightning_io, locate
 from tests.engine.worlds import by_world, check
 from tests.lightning.interrupted_saves import NEW, OLD, PART_NAME, made, save
 

@@ -332,7 +332,7 @@ def versions_in(rank: int, world: int, folder: str) -> dict[str, Any]:
 
 def test_versions_of_modules_are_in_every_form_of_a_checkpoint(tmp_path: Path) -> None:
     from lightning_mfsdp.checkpoint import convert_checkpoint, load_checkpoint
-    from lightning_mfsdp.checkpoint.tools.convert import consolidate_checkpoint
+    from tests.checkpoint.internals import consolidate_checkpoint
 
     paths = {kind: Path(path) for kind, path in run_distributed(versions_in, 2, str(tmp_path))[0].items()}
     expected = dict(seeded(Versioned).state_dict()._metadata)

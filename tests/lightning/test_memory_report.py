@@ -16,7 +16,7 @@ from lightning_mfsdp import MFSDPStrategy, fully_shard, fully_shard_optimizer
 from lightning_mfsdp.callbacks import MemoryReport
 from lightning_mfsdp.callbacks.memory_report import draw, report
 from lightning_mfsdp.engine import MemorySample, MemoryTimeline
-from lightning_mfsdp.engine.core.inspect import context_of
+from tests.engine.internals import context_of
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import FOREIGN_WARNINGS, Classifier, loader, make_trainer, seeded, strict_warnings
 

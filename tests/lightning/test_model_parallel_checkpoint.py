@@ -14,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_mfsdp import MFSDPStrategy
-from lightning_mfsdp.checkpoint.state.full_state import full_optimizer_state
 from tests.checkpoint.foreign import whole
+from tests.checkpoint.internals import full_optimizer_state
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import full_state, make_trainer
 from tests.lightning.test_context import Texts

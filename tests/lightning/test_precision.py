@@ -16,8 +16,8 @@ from lightning.pytorch.plugins.precision import (
 )
 from torch import Tensor, nn
 
-from lightning_mfsdp import MFSDPPrecision, MFSDPStrategy
-from lightning_mfsdp.trainer.precision import DistributedGradScaler, translate_precision
+from lightning_mfsdp import DistributedGradScaler, MFSDPPrecision, MFSDPStrategy
+from lightning_mfsdp.trainer.precision import translate_precision
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import Classifier, full_state, loader, make_trainer, seeded, strict_warnings, train_plainly
 

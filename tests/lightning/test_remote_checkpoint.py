@@ -14,9 +14,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_mfsdp import MFSDPStrategy
 from lightning_mfsdp.checkpoint.io.local import LocalLocation
-from lightning_mfsdp.checkpoint.io.locate import locate
-from lightning_mfsdp.checkpoint.io.ranks import Ranks
 from lightning_mfsdp.checkpoint.io.remote import RemoteLocation
+from tests.checkpoint.internals import Ranks, locate
 from tests.helpers.distributed import run_distributed
 from tests.lightning.interrupted_saves import NEW, OLD, load, save
 from tests.lightning.models import FOREIGN_WARNINGS, full_state, loader, make_trainer, seeded, strict_warnings

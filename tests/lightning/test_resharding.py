@@ -13,10 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer, sharded_parameters, unshard
-from lightning_mfsdp.checkpoint import lightning_io
-from lightning_mfsdp.checkpoint.io.locate import locate
-from lightning_mfsdp.checkpoint.io.ranks import Ranks
-from lightning_mfsdp.checkpoint.state.index import ParameterIndex
+from tests.checkpoint.internals import ParameterIndex, Ranks, lightning_io, locate
 from tests.helpers.distributed import run_distributed
 
 MAX_WORLD = 4

@@ -17,10 +17,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning as L
 from lightning_mfsdp.checkpoint.io.local import part_of
-from lightning_mfsdp.checkpoint.io.locate import locate
 from lightning_mfsdp.checkpoint.io.location import beside
 from lightning_mfsdp.checkpoint.io.ranks import on_hosts
 from lightning_mfsdp.fabric import MFSDPFabricStrategy
+from tests.checkpoint.internals import locate
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import Classifier, loader, make_trainer, seeded, strict_warnings
 

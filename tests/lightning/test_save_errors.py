@@ -14,12 +14,15 @@ import torch
 import torch.distributed as dist
 
 from lightning_mfsdp import fully_shard, fully_shard_optimizer
-from lightning_mfsdp.checkpoint import lightning_io
-from lightning_mfsdp.checkpoint.io.locate import locate
-from lightning_mfsdp.checkpoint.io.ranks import Ranks
 from lightning_mfsdp.checkpoint.io.write import Writer
-from lightning_mfsdp.checkpoint.state.full_state import full_model_state, full_optimizer_state
-from lightning_mfsdp.checkpoint.state.index import ParameterIndex
+from tests.checkpoint.internals import (
+    ParameterIndex,
+    Ranks,
+    full_model_state,
+    full_optimizer_state,
+    lightning_io,
+    locate,
+)
 from tests.helpers.distributed import run_distributed
 
 WIDTH = 256

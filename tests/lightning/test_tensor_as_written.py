@@ -20,8 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.utils.data import DataLoader, Subset
 from torchmetrics import SumMetric
 
-from lightning_mfsdp import MFSDPStrategy
-from lightning_mfsdp.base.errors import ShardingError
+from lightning_mfsdp import MFSDPStrategy, ShardingError
 from lightning_mfsdp.context_parallel import shift_labels
 from lightning_mfsdp.fabric import MFSDPFabricStrategy
 from lightning_mfsdp.options.mesh import MeshSizes

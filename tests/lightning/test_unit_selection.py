@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_mfsdp import select_units
 from lightning_mfsdp.engine import UnitView
 from lightning_mfsdp.options import strategy_options
-from lightning_mfsdp.options.unit_selection import describe_units, join_blocks, select_units, validate_units
+from lightning_mfsdp.options.unit_selection import describe_units, join_blocks, validate_units
 from tests.lightning.models import FOREIGN_WARNINGS, Block, Classifier, loader, make_trainer, seeded
 
 

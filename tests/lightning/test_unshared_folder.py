@@ -23,10 +23,9 @@ from lightning.pytorch.trainer.states import TrainerStatus
 import lightning as L
 from lightning_mfsdp import MFSDPStrategy
 from lightning_mfsdp.checkpoint.io import local, shared_folder
-from lightning_mfsdp.checkpoint.io.locate import locate
-from lightning_mfsdp.checkpoint.io.ranks import Ranks
 from lightning_mfsdp.checkpoint.io.shared_folder import NotSharedError, View, see_on_all, see_until, warn_if_late
 from lightning_mfsdp.fabric import MFSDPFabricStrategy
+from tests.checkpoint.internals import Ranks, locate
 from tests.helpers.distributed import run_distributed
 from tests.helpers.mounts import cannot_hide_because, hide
 from tests.lightning.models import Classifier, loader, make_trainer, seeded, strict_warnings

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mfsdp.engine import EngineStateError
-from lightning_mfsdp.moe import GroupedExperts
+from lightning_mfsdp.moe import GroupedExperts, OrdinarySaver
 from lightning_mfsdp.moe.activations import ACTIVATIONS
-from lightning_mfsdp.moe.saving import LendingSaver, OrdinarySaver, PagedRows, lent, save_to_lend
+from lightning_mfsdp.moe.saving import LendingSaver, PagedRows, lent, save_to_lend
 from lightning_mfsdp.moe.stash import RowStash, StashConfig, reference
 from lightning_mfsdp.moe.stash.pages import PoolSize, Tier
 from lightning_mfsdp.moe.stash.stash import LayerSaver

@@ -17,8 +17,7 @@ from torchmetrics import MeanMetric
 
 from lightning_mfsdp import MFSDPPrecision
 from lightning_mfsdp.callbacks import PagedStash
-from lightning_mfsdp.moe import TopKRouter
-from lightning_mfsdp.moe.saving import OrdinarySaver
+from lightning_mfsdp.moe import OrdinarySaver, TopKRouter
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import FOREIGN_WARNINGS, full_state, make_trainer, strict_warnings
 from tests.moe.toy_experts import ToyModel, batch

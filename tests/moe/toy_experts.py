@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lightning_mfsdp.moe.saving import ActivationSaver, OrdinarySaver
+from lightning_mfsdp.moe import ActivationSaver, OrdinarySaver
 from lightning_mfsdp.moe.stash import RowStash, StashConfig
 
 NAN = float("nan")

@@ -11,12 +11,13 @@ from lightning_mfsdp import (
     MixedPrecisionPolicy,
     fully_shard_optimizer,
     fully_shard_units,
+    select_units,
     sharded_parameters,
     units,
     unshard,
 )
-from lightning_mfsdp.engine.core.inspect import context_of
-from lightning_mfsdp.options.unit_selection import join_blocks, select_units
+from lightning_mfsdp.options.unit_selection import join_blocks
+from tests.engine.internals import context_of
 from tests.engine.worlds import by_world, check
 from tests.helpers.pairwise import in_turn
 from tests.mtp.models import Model, batch, build

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_mfsdp import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer, unshard
-from lightning_mfsdp.engine.core.inspect import context_of
 from lightning_mfsdp.ops import LinearLossHead, linear_logprobs
+from tests.engine.internals import context_of
 from tests.engine.test_collective_counts import Dispatched
 from tests.engine.worlds import by_world, check
 from tests.ops.reference import IGNORED, eager_logprobs

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from lightning_mfsdp.engine.features.graphs.recording import _described
 from lightning_mfsdp.ops import AlignedCollator, alignment_of
+from tests.engine.internals import described
 
 RECIPES = [None, "delayed", "current", "mxfp8", "block", "nvfp4", 12]
 IGNORED, PADDING = -7, 99
@@ -189,16 +189,16 @@ BATCHES = [[[1] * length for length in lengths] for lengths in ((90, 70), (1, 1)
 def test_batches_of_equally_many_samples_are_one_input_to_a_recorded_step(packed: bool) -> None:
     """Whose numbers and shapes must not change; without a longest sample those of packed batches do, and their tokens do not."""
     batches = list(map(AlignedCollator("current", packed, num_tokens=256, max_length=100), BATCHES))
-    assert len({tuple(_described(batch)) for batch in batches}) == 1
+    assert len({tuple(described(batch)) for batch in batches}) == 1
     position = torch.nn.Embedding(100, 1)
     assert all(position(batch["position_ids"]).shape[:2] == batch["mask"].shape for batch in batches)
 
     batches = list(map(AlignedCollator("current", packed, num_tokens=256), BATCHES))
-    assert (len({tuple(_described(batch)) for batch in batches}) == 1) is not packed
+    assert (len({tuple(described(batch)) for batch in batches}) == 1) is not packed
     for batch in batches:
         batch.pop("cu_seqlens", None)
         batch.pop("max_seqlen", None)
-    assert len({tuple(_described(batch)) for batch in batches}) == 1
+    assert len({tuple(described(batch)) for batch in batches}) == 1
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -19,13 +19,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp import MixedPrecisionPolicy, ShardingError, fully_shard, fully_shard_optimizer, sharded_parameters
-from lightning_mfsdp.checkpoint import lightning_io
-from lightning_mfsdp.checkpoint.io.locate import locate
-from lightning_mfsdp.checkpoint.io.ranks import Ranks
-from lightning_mfsdp.checkpoint.state.full_state import full_model_state, full_optimizer_state
-from lightning_mfsdp.checkpoint.state.index import ParameterIndex
 from lightning_mfsdp.moe import GroupedExperts, expert_parallel
 from lightning_mfsdp.optim import Muon
+from tests.checkpoint.internals import (
+    ParameterIndex,
+    Ranks,
+    full_model_state,
+    full_optimizer_state,
+    lightning_io,
+    locate,
+)
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, sharded_chain, weights
 from tests.helpers.models import batch, build, loss_of

@@ -14,10 +14,10 @@ from torch import nn
 
 from lightning_mfsdp import Recompute, apply_recompute, fully_shard, no_sync
 from lightning_mfsdp.engine import MixedPrecisionPolicy, sharded_parameters
-from lightning_mfsdp.engine.core.unit import unit_of
 from lightning_mfsdp.recompute.region import region_of
 from tests.engine import test_codec as quantized
 from tests.engine.int8_codec import Int8Codec
+from tests.engine.internals import unit_of
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, adamw, assert_same_weights, context
 from tests.moe import models as mixtures

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from lightning_mfsdp.engine import MixedPrecisionPolicy
-from lightning_mfsdp.engine.core.codec import Fragment, WeightCodec
 from lightning_mfsdp.te import codec as te_codec
 from lightning_mfsdp.te import library as library_door
 from lightning_mfsdp.te import weight_codecs
+from tests.engine.internals import Fragment, WeightCodec
 
 SHAPE = (4, 6)
 

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_mfsdp import MFSDPStrategy
-from lightning_mfsdp.base.errors import ShardingError
+from lightning_mfsdp import MFSDPStrategy, ShardingError
 from lightning_mfsdp.tensor_parallel import apply_plan, part_of
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import full_state, make_trainer, seeded, strict_warnings

@@ -19,10 +19,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mfsdp.engine import EngineStateError, MixedPrecisionPolicy, fully_shard, no_sync, sharded_parameters
-from lightning_mfsdp.engine.core.group import owner_of
-from lightning_mfsdp.engine.features.direct_gradients import gradient_memory
-from lightning_mfsdp.te import weight_gradients
-from lightning_mfsdp.te.weight_gradients import fuse_weight_gradients
+from lightning_mfsdp.te import fuse_weight_gradients, weight_gradients
+from tests.engine.internals import gradient_memory, owner_of
 from tests.engine.test_direct import poisoned
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES

@@ -13,13 +13,12 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_mfsdp import MFSDPPrecision, MFSDPStrategy, MixedPrecisionPolicy, ShardingError
-from lightning_mfsdp.engine.core.group import owner_of
-from lightning_mfsdp.engine.core.inspect import context_of
 from lightning_mfsdp.fabric import MFSDPFabricPrecision, MFSDPFabricStrategy
 from lightning_mfsdp.te import Fp8Compute, Fp8Options, checks, weight_codecs
 from lightning_mfsdp.te.quantized_weights import is_quantized
 from lightning_mfsdp.trainer.precision import translate_precision
 from tests.engine.cases import run_cases
+from tests.engine.internals import context_of, owner_of
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import full_state, seeded, strict_warnings
 from tests.te import fake_engine

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_mfsdp.base.part import part_of
+from lightning_mfsdp.tensor_parallel import part_of
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 

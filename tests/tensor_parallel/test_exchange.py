@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_mfsdp.base.errors import ShardingError
+from lightning_mfsdp import ShardingError
+from lightning_mfsdp.tensor_parallel import TensorGroup
 from lightning_mfsdp.tensor_parallel.exchange import (
-    TensorGroup,
     copied,
     gathered,
     own_part,

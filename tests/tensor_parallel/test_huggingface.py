@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_mfsdp.base.errors import ShardingError
+from lightning_mfsdp import ShardingError
 from lightning_mfsdp.tensor_parallel import Part, apply_plan, divide, materialize_divided, part_of
 from tests.helpers.distributed import run_distributed
 from tests.helpers.double import in_double

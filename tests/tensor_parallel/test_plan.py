@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_mfsdp.base.errors import EngineStateError, ShardingError
+from lightning_mfsdp import EngineStateError, ShardingError
 from lightning_mfsdp.ops import LinearLossHead
 from lightning_mfsdp.tensor_parallel import (
     STYLES,

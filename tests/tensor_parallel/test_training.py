@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from lightning_mfsdp.checkpoint.state.full_state import full_state_dict
+from lightning_mfsdp import full_state_dict
 from lightning_mfsdp.engine import (
     MixedPrecisionPolicy,
     clip_grad_norm_,
