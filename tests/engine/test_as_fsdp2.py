@@ -18,6 +18,7 @@ from lightning_mfsdp.engine import (
 from tests.engine.cases import Problems
 from tests.engine.worlds import by_world, check, in_turns
 from tests.helpers.chain import STRATEGIES, inputs, loss_of, plain_chain, sharded_chain, weights
+from tests.helpers.pairwise import in_turn
 
 
 class NormScaled(torch.optim.Optimizer):
@@ -37,7 +38,7 @@ class NormScaled(torch.optim.Optimizer):
 def optimizers_step_in_hooks_after_the_reduction(rank, world):
     """One optimizer for each parameter, stepped and cleared by its hook, as in PyTorch's tutorial."""
     problems = Problems()
-    for sharding in STRATEGIES:
+    for sharding in in_turn(0, STRATEGIES):
         plain, model = plain_chain(), sharded_chain(sharding=sharding)
         order: list[str] = []
         for net, wrap in ((plain, lambda o: o), (model, fully_shard_optimizer)):
@@ -95,7 +96,7 @@ def plain_gradient() -> Tensor:
 def gradients_are_there_on_all_ranks_or_on_none(rank, world):
     """Frozen in mid-run, cleared to zero, and read by an optimizer that communicates: a rank without rows must not stand aside."""
     problems = Problems()
-    for sharding in STRATEGIES:
+    for sharding in in_turn(1, STRATEGIES):
         plain, model = plain_chain(), sharded_chain(sharding=sharding)
         optimizers = NormScaled(plain.parameters()), fully_shard_optimizer(NormScaled(model.parameters()))
         for net, optimizer in zip((plain, model), optimizers, strict=True):

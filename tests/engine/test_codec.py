@@ -46,7 +46,7 @@ from tests.engine.int8_codec import (
 from tests.engine.internals import WeightCodec, context_of
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES
-from tests.helpers.pairwise import in_world, pairwise
+from tests.helpers.pairwise import in_turn, in_world, pairwise
 
 DIM, ROWS = 16, 12
 
@@ -195,7 +195,7 @@ def bit_equal_in_every_placement(rank, world):
 
 def fragments_end_between_rows_that_belong_together(rank, world):
     """What the codec asserts. Three ranks would divide a block elsewhere."""
-    for sharding in STRATEGIES:
+    for sharding in in_turn(0, STRATEGIES):
         model = shard(build(), Int8Codec(rows_together=16), sharding=sharding)
         train(model, fully_shard_optimizer(adamw(model.parameters())), range(2), rank, world)
         held = [view.rows for view in sharded_parameters(model) if view.name.split(".")[-2] in ("up", "down")]
@@ -216,7 +216,7 @@ def recomputed_weights_are_the_same(rank, world):
 
 def frozen_weights_stay_quantized(rank, world):
     frozen = ("blocks.0.up.weight", "blocks.1.down.weight")
-    for sharding in STRATEGIES:
+    for sharding in in_turn(1, STRATEGIES):
         model = trained_as_in_one_process(rank, world, sharding=sharding, frozen=frozen)
         assert all(view.grad is None for view in sharded_parameters(model) if view.name in frozen)
 
@@ -231,7 +231,7 @@ def bit_equal_with_an_outer_axis(rank, world):
 def near_on_three_ranks(rank, world):
     """Three ranks add in an order of the backend's; main weights stay together, and what is gathered is the main weights, quantized."""
     expected, _ = reference(3)
-    for sharding in STRATEGIES:
+    for sharding in in_turn(2, STRATEGIES):
         model = shard(build(seed=rank), Int8Codec(), sharding=sharding)
         optimizer = fully_shard_optimizer(adamw(model.parameters()))
         train(model, optimizer, range(3), rank, world)
@@ -316,7 +316,7 @@ def half_of_what_bfloat16_gathers(rank, world):
 
 
 def memory_is_that_of_the_raw_data(rank, world):
-    for sharding, planes in product(STRATEGIES, (1, 2)):
+    for sharding, planes in product(in_turn(3, STRATEGIES), (1, 2)):
         model = shard(build(planes=planes), Int8Codec(planes), sharding=sharding)
         numel = 2 * 2 * DIM * DIM
         for unit in units(model)[1:]:
@@ -344,7 +344,7 @@ def unit_groups(model: Net, name: str):
 
 
 def resumes_bit_equal(rank, world):
-    for sharding in STRATEGIES:
+    for sharding in in_turn(4, STRATEGIES):
         expected, _ = reference(4, world)
         model = shard(build(), Int8Codec(), sharding=sharding)
         optimizer = fully_shard_optimizer(adamw(model.parameters()))
@@ -364,7 +364,7 @@ def resumes_bit_equal(rank, world):
 
 
 def evaluation_and_surgery_see_the_main_weights(rank, world):
-    for sharding in STRATEGIES:
+    for sharding in in_turn(5, STRATEGIES):
         model = shard(build(), Int8Codec(keep=True), sharding=sharding)
         optimizer = fully_shard_optimizer(adamw(model.parameters()))
         train(model, optimizer, range(1), rank, world)

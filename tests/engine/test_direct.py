@@ -37,7 +37,7 @@ from tests.helpers.chain import STRATEGIES, inputs, loss_of, sharded_chain
 from tests.helpers.hidden import Hidden
 from tests.helpers.models import batch, build
 from tests.helpers.models import loss_of as decoder_loss
-from tests.helpers.pairwise import pairwise
+from tests.helpers.pairwise import in_turn, pairwise
 
 DIRECT = MixedPrecisionPolicy(direct_weight_gradients=True)
 USUAL = MixedPrecisionPolicy(direct_weight_gradients=False)
@@ -127,7 +127,7 @@ def gradients_are_those_of_autograd_to_the_bit(rank, world):
 def microbatches_add_up(rank, world):
     """Held back or not; in float32 the order of additions is the same as through autograd."""
     with poisoned():
-        for sharding in STRATEGIES:
+        for sharding in in_turn(0, STRATEGIES):
             for hold in ("", "local", "sharded"):
                 found, expected = (
                     decoder_gradients(rank, world, policy, tied=True, microbatches=3, hold=hold, sharding=sharding)

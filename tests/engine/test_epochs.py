@@ -9,6 +9,7 @@ from lightning_mfsdp.engine import MixedPrecisionPolicy, fully_shard, fully_shar
 from tests.engine.cases import device_type
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, adamw, context, inputs, loss_of, plain_chain, sharded_chain, train
+from tests.helpers.pairwise import in_turn
 
 BF16 = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
 
@@ -41,7 +42,7 @@ def a_step_of_one_optimizer_gathers_again_what_it_holds(rank, world):
 
 
 def two_optimizers_train_like_plain_pytorch(rank, world):
-    for sharding in STRATEGIES:
+    for sharding in in_turn(0, STRATEGIES):
         model, plain = sharded_chain(sharding=sharding), plain_chain()
         ours = _two_optimizers(model)
         theirs = [torch.optim.AdamW(kind.parameters(), lr=1e-2) for kind in (plain.layers, plain.out)]
@@ -57,7 +58,7 @@ def two_optimizers_train_like_plain_pytorch(rank, world):
 
 def a_backward_after_a_step_of_its_weights_raises_as_in_plain_pytorch(rank, world):
     stale = r"modified by an inplace operation"
-    for sharding in STRATEGIES:
+    for sharding in in_turn(1, STRATEGIES):
         for policy in (None, BF16, MixedPrecisionPolicy(direct_weight_gradients=True)):
             model = sharded_chain(sharding=sharding, policy=policy)
             optimizer = adamw(model)
@@ -83,7 +84,7 @@ def a_backward_after_a_step_of_its_weights_raises_as_in_plain_pytorch(rank, worl
 
 def copies_that_autocast_saved_outlast_a_step(rank, world):
     """Where weights are gathered in float32; the engine's own copies in the compute dtype do not."""
-    for sharding in STRATEGIES:
+    for sharding in in_turn(2, STRATEGIES):
         plain, model = plain_chain(), sharded_chain(sharding=sharding)
         for one, optimizer in ((plain, torch.optim.SGD(plain.parameters(), lr=0.1)), (model, adamw(model))):
             with torch.autocast(device_type(), torch.bfloat16):

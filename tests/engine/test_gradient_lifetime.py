@@ -33,7 +33,7 @@ from tests.engine.cases import device_type
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, adamw, context, inputs, loss_of, plain_chain, sharded_chain, train
 from tests.helpers.hidden import Hidden
-from tests.helpers.pairwise import pairwise
+from tests.helpers.pairwise import in_turn, pairwise
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:
@@ -41,7 +41,7 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
 
 
 def a_gradient_from_before_sharding_is_forgotten(rank, world):
-    for sharding in STRATEGIES:
+    for sharding in in_turn(0, STRATEGIES):
         expected_model = sharded_chain(sharding=sharding)
         loss_of(expected_model, inputs(1, rank)).backward()
         model = plain_chain()
@@ -55,7 +55,7 @@ def a_gradient_from_before_sharding_is_forgotten(rank, world):
 
 
 def a_gradient_set_before_the_first_backward_is_added_to(rank, world):
-    for sharding in STRATEGIES:
+    for sharding in in_turn(1, STRATEGIES):
         expected_model = sharded_chain(sharding=sharding)
         loss_of(expected_model, inputs(0, rank)).backward()
         model = sharded_chain(sharding=sharding)
@@ -68,7 +68,7 @@ def a_gradient_set_before_the_first_backward_is_added_to(rank, world):
 
 
 def a_gradient_set_while_others_wait_to_be_reduced_takes_their_place(rank, world):
-    for sharding in STRATEGIES:
+    for sharding in in_turn(2, STRATEGIES):
         model, expected_model = sharded_chain(sharding=sharding), sharded_chain(sharding=sharding)
         loss_of(expected_model, inputs(1, rank)).backward()
         with no_sync(model):
@@ -83,7 +83,7 @@ def a_gradient_set_while_others_wait_to_be_reduced_takes_their_place(rank, world
 def a_kept_gradient_stays_where_another_was_assigned(rank, world):
     """Gradients of two losses, the second added up in a tensor that took the first one's place."""
     assigned = {"zeros": torch.zeros_like, "scaled": lambda grad: grad * 0.5}
-    for (name, make), one, sharding in itertools.product(assigned.items(), (False, True), STRATEGIES):
+    for (name, make), one, sharding in itertools.product(assigned.items(), (False, True), in_turn(3, STRATEGIES)):
         case = (name, one, sharding)
         model, other = sharded_chain(sharding=sharding), sharded_chain(sharding=sharding)
         loss_of(other, inputs(1, rank)).backward()
@@ -103,7 +103,7 @@ def a_kept_gradient_stays_where_another_was_assigned(rank, world):
 
 
 def parameters_frozen_after_sharding_take_no_part_in_autograd(rank, world):
-    for sharding in STRATEGIES:
+    for sharding in in_turn(4, STRATEGIES):
         model, plain = sharded_chain(sharding=sharding), plain_chain()
         for one in (model, plain):
             for parameter in one.layers[0].parameters():
@@ -163,7 +163,7 @@ def a_gradient_held_back_of_a_parameter_that_was_frozen_since_is_reduced(rank, w
 def small_gradients_add_up_where_the_optimizer_sees_rounded_ones(rank, world):
     """1 + 64 / 512 in float32; in bfloat16 every addition would be lost."""
     policy = MixedPrecisionPolicy(main_params_dtype=torch.bfloat16)
-    for sharding in STRATEGIES:
+    for sharding in in_turn(5, STRATEGIES):
         model = fully_shard(nn.Linear(4, 4, bias=False).bfloat16(), sharding=sharding, policy=policy)
         for microbatch in range(65):
             scale = 1.0 if microbatch == 0 else 2.0**-9
@@ -180,7 +180,7 @@ class HidesItsFirstResult(nn.Linear):
 
 def a_unit_whose_call_is_hidden_is_reduced_once(rank, world):
     """Its gradients may come late, so its reduction waits for the end of the backward."""
-    for sharding in STRATEGIES:
+    for sharding in in_turn(6, STRATEGIES):
         torch.manual_seed(0)
         layer = fully_shard(HidesItsFirstResult(8, 8), sharding=sharding)
         model = fully_shard(nn.ModuleList([layer]), sharding=sharding)
@@ -204,7 +204,7 @@ def a_unit_whose_call_is_hidden_is_reduced_once(rank, world):
 
 
 def a_kept_gradient_outlives_clearing_and_the_next_forward(rank, world):
-    for sharding in STRATEGIES:
+    for sharding in in_turn(7, STRATEGIES):
         for keep in ("the object", "a view of it"):
             model = sharded_chain(sharding=sharding)
             optimizer = adamw(model)
@@ -234,7 +234,7 @@ def a_kept_gradient_outlives_clearing_and_the_next_forward(rank, world):
 
 def a_kept_gradient_stays_where_only_some_were_cleared(rank, world):
     """As two optimizers do that each clear their own, and as gradients of several tasks are added up."""
-    for sharding in STRATEGIES:
+    for sharding in in_turn(8, STRATEGIES):
         model, plain = sharded_chain(sharding=sharding), plain_chain()
         for one in (model, plain):
             kept = []
@@ -259,7 +259,7 @@ def a_kept_gradient_is_the_gradient_while_later_ones_are_held_back(rank, world):
         lambda grad: grad[:1].zero_(),
         lambda grad: torch.mul(input=grad, other=2.0, out=grad),
     )
-    for sharding, change in product(STRATEGIES, changes):
+    for sharding, change in product(in_turn(9, STRATEGIES), changes):
         model, plain = sharded_chain(sharding=sharding), plain_chain()
         kept = []
         for one in (model, plain):
@@ -318,7 +318,7 @@ def gradients_put_back_by_hand_are_clipped(rank, world):
 
 def a_nan_norm_leaves_nothing_behind(rank, world):
     """Clipping scales whole segments; gaps must not keep the NaN when gradients are cleared in place."""
-    for sharding in STRATEGIES:
+    for sharding in in_turn(10, STRATEGIES):
         model = sharded_chain(sharding=sharding, dim=7)
         optimizer = adamw(model)
         x = inputs(0, rank, dim=7)
@@ -372,7 +372,7 @@ def an_embedding_with_a_hook_on_it_is_gathered_for_backward(rank, world):
 
 def gradients_may_be_cleared_between_forward_and_backward(rank, world):
     """By the module as well as by the optimizer: what `parameters()` shows then are those that have them."""
-    for sharding, reshard in itertools.product(STRATEGIES, (True, False)):
+    for sharding, reshard in itertools.product(in_turn(11, STRATEGIES), (True, False)):
         model = sharded_chain(sharding=sharding, reshard_after_forward=reshard)
         expected_model = sharded_chain(sharding=sharding, reshard_after_forward=reshard)
         for index in range(3):
@@ -387,7 +387,7 @@ def gradients_may_be_cleared_between_forward_and_backward(rank, world):
 
 def weights_written_between_two_forwards_are_read(rank, world):
     """The first has no backward, so full weights are kept for one that never comes."""
-    for sharding, reshard in itertools.product(STRATEGIES, (True, False)):
+    for sharding, reshard in itertools.product(in_turn(12, STRATEGIES), (True, False)):
         model = sharded_chain(sharding=sharding, reshard_after_forward=reshard)
         optimizer = adamw(model)
         loss_of(model, inputs(0, rank)).backward()

@@ -26,7 +26,7 @@ from lightning_mfsdp.engine import (
 )
 from tests.engine.cases import device_type
 from tests.engine.worlds import by_world, check
-from tests.helpers.pairwise import in_world
+from tests.helpers.pairwise import in_turn, in_world
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 BFLOAT16 = MixedPrecisionPolicy(compute_dtype=torch.bfloat16, cast_forward_inputs=False)
@@ -139,7 +139,7 @@ def what_a_step_writes_lasts(rank, world):
 
 def slow_teachers_move_in_the_main_weights_dtype(rank, world):
     """A momentum of 0.999 is lost in bfloat16."""
-    for sharding in STRATEGIES:
+    for sharding in in_turn(0, STRATEGIES):
         model = sharded(sharding, BFLOAT16)
         reference = plain()
         for _ in range(20):
@@ -243,7 +243,7 @@ def vector(model: Net) -> Tensor:
 def losses_of_parameters_have_gradients(rank, world):
     """Computed from parameters directly: before the forwards and after them, of the root's and of a unit's."""
     for extra, sharding, policy, first in in_world(
-        world, (1, 2, 3), (penalty, functional, vector), STRATEGIES, (None, BFLOAT16), (True, False)
+        world, (1, 2, 3), (penalty, functional, vector), STRATEGIES, (None, BFLOAT16), (True, False), together=1
     ):
         reference, model = plain(), sharded(sharding, policy)
         with (
@@ -268,7 +268,7 @@ def losses_of_parameters_have_gradients(rank, world):
 
 def modules_of_the_root_run_by_themselves(rank, world):
     """Outside of a step, as `generate` in a hook does; with gradients, too."""
-    for sharding in STRATEGIES:
+    for sharding in in_turn(1, STRATEGIES):
         reference, model = plain(), sharded(sharding)
         x = batch(0, rank)
         with torch.no_grad():
@@ -283,7 +283,7 @@ def modules_of_the_root_run_by_themselves(rank, world):
 
 def parts_of_a_unit_are_unsharded(rank, world):
     """Also where the unit around them owns what they have, which stays sharded elsewhere."""
-    for sharding in STRATEGIES:
+    for sharding in in_turn(2, STRATEGIES):
         reference, model = plain(), sharded(sharding)
         with unshard(model.body, writeback=True):
             for one, other in zip(model.body.parameters(), reference.body.parameters(), strict=True):
@@ -299,7 +299,7 @@ def parts_of_a_unit_are_unsharded(rank, world):
 
 
 def after_a_forward_without_backward_parameters_are_sharded(rank, world):
-    for sharding in STRATEGIES:
+    for sharding in in_turn(3, STRATEGIES):
         model = sharded(sharding)
         optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         with gather_root(model):

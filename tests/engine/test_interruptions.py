@@ -29,7 +29,7 @@ from tests.helpers.chain import (
     train,
     weights,
 )
-from tests.helpers.pairwise import in_world, pairwise
+from tests.helpers.pairwise import in_turn, in_world, pairwise
 
 STORAGES = ("pooled", "dynamic")
 
@@ -85,7 +85,7 @@ def assert_at_rest(model: nn.Module, case: str) -> None:
         assert parameter.to_local().dtype is torch.float32, name
 
 
-PLACED = (*product(STRATEGIES, ["pooled"]), ("optim_grads_params", "dynamic"))
+PLACED = (*product(in_turn(2, STRATEGIES), ["pooled"]), ("optim_grads_params", "dynamic"))
 PLACES = ("before", "inside", "after", "backward")
 
 
@@ -155,7 +155,7 @@ def a_gather_that_fails_leaves_no_memory_behind(rank, world):
 
 
 def evaluation_right_after_a_failed_backward(rank, world):
-    for sharding in STRATEGIES:
+    for sharding in in_turn(0, STRATEGIES):
         model, expected = sharded_chain(sharding=sharding), sharded_chain(sharding=sharding)
         for one in (model, expected):
             train(one, adamw(one), range(2), rank)
@@ -189,7 +189,7 @@ def a_backward_that_raised_can_be_done_again(rank, world):
 
 def failure_in_one_microbatch_can_be_dropped_with_the_step(rank, world):
     """Gradients of earlier microbatches held back by no_sync do not leak into the next step."""
-    for sharding, keep in product(STRATEGIES, (False, True)):
+    for sharding, keep in product(in_turn(1, STRATEGIES), (False, True)):
         model, expected = sharded_chain(sharding=sharding), sharded_chain(sharding=sharding)
         optimizer = adamw(model)
         with no_sync(model, keep_sharded=keep):
@@ -203,7 +203,7 @@ def failure_in_one_microbatch_can_be_dropped_with_the_step(rank, world):
 
 
 def passes_without_gradients_change_nothing(rank, world):
-    for sharding, storage, first in pairwise(STRATEGIES, STORAGES, (False, True)):
+    for sharding, storage, first in pairwise(STRATEGIES, STORAGES, (False, True), together=1):
         expected = sharded_chain(sharding=sharding, storage=storage)
         losses = train(expected, adamw(expected), range(4), rank)
         model = sharded_chain(sharding=sharding, storage=storage)
@@ -222,7 +222,7 @@ def passes_without_gradients_change_nothing(rank, world):
 
 
 def evaluation_sees_the_weights_of_the_last_step(rank, world):
-    for sharding in STRATEGIES:
+    for sharding in in_turn(2, STRATEGIES):
         model, plain = sharded_chain(sharding=sharding), plain_chain()
         optimizer = adamw(model)
         for step in range(3):
@@ -306,7 +306,7 @@ def any_number_of_forwards_and_backwards(rank, world):
     rows = in_world(
         world,
         (1, 2),
-        STRATEGIES,
+        in_turn(1, STRATEGIES),
         ("always", "no_sync", "keep_sharded"),
         ways.items(),
         (False, True),
@@ -335,7 +335,7 @@ def restore(model: Chain, values: dict[str, Tensor]) -> None:
 
 def a_look_at_whole_weights_disturbs_no_forward(rank, world):
     """A forward inside `unshard`, with and without a backward after it; and `unshard` while a unit shows its full parameters."""
-    for sharding in STRATEGIES:
+    for sharding in in_turn(3, STRATEGIES):
         model, other = sharded_chain(sharding=sharding), sharded_chain(sharding=sharding)
         optimizer = adamw(model)
         train(model, optimizer, range(2), rank)
@@ -383,7 +383,7 @@ def part_of_the_ranks_may_skip_units(rank, world):
 
 def a_graph_of_long_ago_comes_after_a_backward_that_ended_its_unit(rank, world):
     """Which units were done in a backward, one that raised included, says nothing about the next one."""
-    for sharding, raises in product(STRATEGIES, (False, True)):
+    for sharding, raises in product(in_turn(4, STRATEGIES), (False, True)):
         found = []
         for sharded in (False, True):
             model = sharded_chain(layers=3, sharding=sharding) if sharded else plain_chain(layers=3)

@@ -16,7 +16,7 @@ from tests.engine.cases import device_type
 from tests.engine.internals import unit_of
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, adamw, context, inputs, loss_of, sharded_chain, train
-from tests.helpers.pairwise import in_world, pairwise
+from tests.helpers.pairwise import in_turn, in_world, pairwise
 
 BF16 = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
 KEPT = MixedPrecisionPolicy(compute_dtype=torch.bfloat16, keep_compute_shard=True)
@@ -98,7 +98,7 @@ def train_wide(model, optimizer, steps, rank) -> None:
 
 def main_weight_is_the_held_weight_where_dtypes_match(rank, world):
     native = MixedPrecisionPolicy(main_params_dtype=None)
-    for sharding, (policy, aliased) in product(STRATEGIES, ((None, True), (native, True), (KEPT, False))):
+    for sharding, (policy, aliased) in product(in_turn(0, STRATEGIES), ((None, True), (native, True), (KEPT, False))):
         model = sharded_chain(sharding=sharding, policy=policy)
         for group in groups_of(model):
             same = (
@@ -139,7 +139,9 @@ def noting_gradient_bytes(model: nn.Module) -> list[int]:
 
 
 def gradients_have_memory_from_backward_to_the_next_forward(rank, world):
-    for sharding, policy in product(STRATEGIES, (None, BF16, MixedPrecisionPolicy(main_params_dtype=torch.float64))):
+    for sharding, policy in product(
+        in_turn(1, STRATEGIES), (None, BF16, MixedPrecisionPolicy(main_params_dtype=torch.float64))
+    ):
         model = sharded_chain(sharding=sharding, policy=policy, dim=DIM, layers=4)
         optimizer, seen = adamw(model), noting_gradient_bytes(model)
         train_wide(model, optimizer, 3, rank)
@@ -275,7 +277,7 @@ def an_optimizer_keeps_its_rows_and_nothing_else(rank, world):
 
 
 def clearing_gradients_clears_every_representation(rank, world):
-    for sharding in STRATEGIES:
+    for sharding in in_turn(2, STRATEGIES):
         model = sharded_chain(sharding=sharding)
         optimizer = adamw(model)
         loss_of(model, inputs(0, rank)).backward()

@@ -43,6 +43,7 @@ from tests.helpers.chain import STRATEGIES, inputs, loss_of, plain_chain, sharde
 from tests.helpers.models import batch, build
 from tests.helpers.models import loss_of as decoder_loss
 from tests.helpers.optimizer_state import state_of_rows
+from tests.helpers.pairwise import in_turn, pairwise
 
 BF16 = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
 GRADS16 = MixedPrecisionPolicy(compute_dtype=torch.bfloat16, main_grads_dtype=torch.bfloat16)
@@ -129,15 +130,20 @@ SETTINGS = {
     1: [("optim_grads_params", "no_shard", None, "adamw"), ("optim_grads_params", "no_shard", BF16, "fused adam")],
     2: [
         (sharding, "no_shard", policy, kind)
-        for sharding, (policy, kind) in product(STRATEGIES, ((None, "momentum"), (BF16, "adamw"), (GRADS16, "adagrad")))
+        for sharding, (policy, kind) in pairwise(
+            STRATEGIES, ((None, "momentum"), (BF16, "adamw"), (GRADS16, "adagrad")), together=1
+        )
     ],
-    3: [(sharding, "no_shard", BF16, "fused adam") for sharding in STRATEGIES],
-    4: [
-        ("optim_grads_params", "no_shard", BF16, "adamw"),
-        ("optim_grads_params", "optim", BF16, "fused adam"),
-        ("optim_grads_params", "optim", None, "momentum"),
-        ("optim", "optim", BF16, "adagrad"),
-    ],
+    3: [(sharding, "no_shard", BF16, "fused adam") for sharding in in_turn(1, STRATEGIES)],
+    4: in_turn(
+        1,
+        [
+            ("optim_grads_params", "no_shard", BF16, "adamw"),
+            ("optim_grads_params", "optim", BF16, "fused adam"),
+            ("optim_grads_params", "optim", None, "momentum"),
+            ("optim", "optim", BF16, "adagrad"),
+        ],
+    ),
 }
 
 
@@ -201,7 +207,7 @@ class _Both:
 
 
 def writes_from_elsewhere_are_seen(rank, world):
-    for sharding in STRATEGIES:
+    for sharding in in_turn(1, STRATEGIES):
         outcomes = []
         for offload in (None, "optimizer"):
             model = sharded_chain(sharding=sharding, policy=BF16, offload=offload)
@@ -226,7 +232,7 @@ def what_a_hook_or_the_loop_writes_after_a_step_is_seen(rank, world):
         lambda model, optimizer: [view.main for view in sharded_parameters(model)],
         lambda model, optimizer: [parameter.to_local() for parameter in model.parameters()],
     ]
-    for (number, way), sharding in product(enumerate(ways), STRATEGIES):
+    for (number, way), sharding in product(enumerate(ways), in_turn(2, STRATEGIES)):
         outcomes = []
         for offload in (None, "optimizer"):
             model = sharded_chain(sharding=sharding, policy=BF16, offload=offload)
@@ -426,7 +432,7 @@ class Failing(OutOfPlace):
 
 
 def an_error_in_the_middle_of_a_step_leaves_everything_in_its_place(rank, world):
-    for sharding in STRATEGIES:
+    for sharding in in_turn(3, STRATEGIES):
         model = sharded_chain(sharding=sharding, policy=BF16, offload="optimizer")
         optimizer = fully_shard_optimizer(Failing(model.parameters()), elementwise=True)
         views = sharded_parameters(model)
@@ -514,7 +520,7 @@ def little_is_on_the_device_at_a_time(rank, world):
 
 
 def the_compute_shard_is_its_own_memory(rank, world):
-    for sharding, policy in product(STRATEGIES, (None, BF16)):
+    for sharding, policy in product(in_turn(4, STRATEGIES), (None, BF16)):
         model = sharded_chain(sharding=sharding, policy=policy, offload="optimizer")
         for unit in context_of(model).units:
             for group in unit.groups:

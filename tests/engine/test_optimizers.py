@@ -22,7 +22,7 @@ from lightning_mfsdp.engine import (
 )
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, Chain, inputs, loss_of, plain_chain, sharded_chain, weights
-from tests.helpers.pairwise import in_world, pairwise
+from tests.helpers.pairwise import in_turn, in_world, pairwise
 
 STEPS = 4
 BF16 = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
@@ -97,7 +97,7 @@ def elementwise_optimizers_step_local_rows_and_train_like_plain_pytorch(rank, wo
 
 
 def other_optimizers_hold_dtensors_and_see_whole_norms(rank, world):
-    for sharding in STRATEGIES:
+    for sharding in in_turn(0, STRATEGIES):
         plain = plain_chain()
         losses = run(plain, NormScaled(plain.parameters()))
         model = sharded_chain(sharding=sharding)
@@ -137,7 +137,7 @@ def no_step_is_taken_before_the_users_first(rank, world):
 
 
 def closures_work(rank, world):
-    for sharding, policy in product(STRATEGIES, (None, BF16)):
+    for sharding, policy in product(in_turn(1, STRATEGIES), (None, BF16)):
         runs = []
         for closure in (False, True):
             model = sharded_chain(sharding=sharding, policy=policy)
@@ -166,7 +166,7 @@ def zeroed_and_removed_gradients_train_alike(rank, world):
 
 def optimizers_built_before_sharding_move_over(rank, world):
     """Also with state from steps already taken: the curve goes on."""
-    for sharding, steps_before in product(STRATEGIES, (0, 2)):
+    for sharding, steps_before in product(in_turn(2, STRATEGIES), (0, 2)):
         plain, model = plain_chain(), plain_chain()
         optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (plain, model)]
         for _ in range(min(1, steps_before)):
@@ -221,7 +221,7 @@ def empty_shards_do_not_disturb_kernels_for_many_tensors(rank, world):
 
 
 def two_optimizers_share_a_model(rank, world):
-    for sharding, policy in product(STRATEGIES, (None, BF16)):
+    for sharding, policy in product(in_turn(3, STRATEGIES), (None, BF16)):
         model, plain = sharded_chain(sharding=sharding, policy=policy), plain_chain()
 
         def build(one: Chain) -> list[torch.optim.Optimizer]:
@@ -246,7 +246,7 @@ def writes_by_others_are_noticed(rank, world):
     """Loading, and the documented call after any other write; with an optimizer attached and weights already gathered."""
     target = plain_chain(seed=9)
     ways = ((None, "load"), (None, "refresh"), (None, "in place"), (BF16, "refresh"))
-    for sharding, (policy, way) in product(STRATEGIES, ways):
+    for sharding, (policy, way) in product(in_turn(4, STRATEGIES), ways):
         model = sharded_chain(sharding=sharding, policy=policy)
         optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
         run(model, optimizer)

@@ -35,7 +35,7 @@ from tests.helpers.chain import (
     weights,
 )
 from tests.helpers.other_optimizers import ADOPT, SOAP, Adan, LowBitAdam, Prodigy, Shampoo
-from tests.helpers.pairwise import in_world
+from tests.helpers.pairwise import in_turn, in_world
 
 STEPS = 4
 SHARDED = ("optim", "optim_grads", "optim_grads_params")
@@ -358,7 +358,7 @@ def assert_forward_sees(model: Chain, case: object) -> None:
 
 def forward_sees_what_an_optimizer_writes_to_rows_outside_of_its_step(rank, world):
     half = MixedPrecisionPolicy(main_params_dtype=torch.float32, compute_dtype=torch.bfloat16)
-    for sharding in STRATEGIES:
+    for sharding in in_turn(0, STRATEGIES):
         for policy in (MixedPrecisionPolicy(), half):
             said = None if sharding == "no_shard" or world == 1 else True
             case = (sharding, policy.compute_dtype)
@@ -443,7 +443,7 @@ def an_optimizer_that_climbs_first_trains_rows_like_one_process(rank, world):
     """It assigns the weights it has kept to `data`."""
     for one_call in (False, True):
         expected = sharpness_of_one_process(one_call, world)
-        for sharding in STRATEGIES:
+        for sharding in in_turn(1, STRATEGIES):
             model = double_chain(sharded_chain, policy=DOUBLE, sharding=sharding)
             optimizer = fully_shard_optimizer(Sharpness(model.parameters()), elementwise=True)
             sharpen(model, optimizer, [rank], one_call)
@@ -478,7 +478,7 @@ def a_closure_finds_weights_that_a_step_wrote_before_it(rank, world):
 
 def what_no_optimizer_wrote_is_not_gathered_again(rank, world):
     """Steps and gathers write to the buffers of main weights as well, and are no writes of somebody."""
-    for sharding in STRATEGIES:
+    for sharding in in_turn(2, STRATEGIES):
         counts = []
         for kind in (torch.optim.SGD, Restless):
             model = sharded_chain(sharding=sharding)

@@ -27,7 +27,7 @@ from tests.checkpoint.internals import full_optimizer_state
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import DOUBLE, STRATEGIES, double_chain, inputs, loss_of, plain_chain, sharded_chain, weights
 from tests.helpers.optimizer_state import state_of_rows
-from tests.helpers.pairwise import in_world
+from tests.helpers.pairwise import in_turn, in_world
 
 STEPS = 3
 
@@ -240,7 +240,7 @@ def possible(place: Callable[..., None], program: Program, *_: object) -> bool:
 
 
 def programs_over_param_groups_see_whole_parameters_and_gradients(rank, world):
-    rows = in_world(world, (2, 3), PLACES, PROGRAMS, STRATEGIES, OPTIMIZERS, possible=possible)
+    rows = in_world(world, (2, 3), PLACES, PROGRAMS, STRATEGIES, OPTIMIZERS, possible=possible, together=1)
     for place, program, sharding, kind in rows:
         case = f"{place.__name__} {program.__name__} {sharding} {kind}"
         plain, model = double_chain(plain_chain), double_chain(sharded_chain, sharding=sharding, policy=DOUBLE)
@@ -258,7 +258,7 @@ def programs_over_param_groups_see_whole_parameters_and_gradients(rank, world):
 
 def a_plain_grad_scaler_decides_alike_on_all_ranks(rank, world):
     """An overflow on one rank: all of them leave the step out, and scale less from then on; clipping follows `unscale_`."""
-    for sharding, fused in product(STRATEGIES, (False, True)):
+    for sharding, fused in product(in_turn(0, STRATEGIES), (False, True)):
         found: list[Any] = []
         for make, ranks in ((partial(sharded_chain, sharding=sharding), [rank]), (plain_chain, list(range(world)))):
             model = make()
@@ -371,7 +371,7 @@ def groups_may_be_changed_in_a_hook_before_a_step(rank, world):
     def replaces(optimizer: Any, model: nn.Module) -> None:
         optimizer.param_groups[0]["params"] = (*model.layers[2].parameters(), *model.layers[0].parameters())
 
-    for change, sharding in product((adds, removes, replaces), STRATEGIES):
+    for change, sharding in product((adds, removes, replaces), in_turn(1, STRATEGIES)):
         found = []
         for make, ranks in ((partial(sharded_chain, sharding=sharding), [rank]), (plain_chain, list(range(world)))):
             model = make()

@@ -131,11 +131,11 @@ def same_as_one_process(rank, world, cases):
             )
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.nightly)])
 def test_every_strategy_equals_one_process_on_the_concatenated_batch(world):
     ways = [(*way, False) for way in ((1, "always"), (3, "no_sync"), (3, "always"), (3, "keep_sharded"))]
     ways += [(accumulation, "no_sync", True) for accumulation in (1, 3)]
-    cases = [(strategy, *way) for strategy, way in in_world(world, (2, 3, 4), STRATEGIES, ways)]
+    cases = [(strategy, *way) for strategy, way in in_world(world, (2, 3), STRATEGIES, ways)]
     run_distributed(same_as_one_process, world, cases)
 
 

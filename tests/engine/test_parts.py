@@ -54,7 +54,7 @@ from tests.engine.parts import (
 )
 from tests.engine.test_sharded_arithmetic import REDUCTIONS
 from tests.engine.worlds import by_world, check
-from tests.helpers.pairwise import pairwise
+from tests.helpers.pairwise import in_turn, pairwise
 
 # What is computed of one parameter. Some are not for every shape.
 ALONE: dict[str, Callable[[Tensor], Any]] = {
@@ -174,7 +174,7 @@ THE_OTHER = "parameter of another model"
 def partners(names: Any, labels: Any) -> Iterator[tuple[str, Net, Net, list[tuple[str, str, str]]]]:
     """Models that lie in each way beside others that do, and a third of the pairs of a name, a label and a kind of operand."""
     mesh, turned = two_axes(), two_axes("tensor", "data")
-    rows = pairwise(FEW, DIVISIONS, DIVISIONS, ("no_shard", "optim"), (mesh, turned))
+    rows = pairwise(FEW, DIVISIONS, DIVISIONS, ("no_shard", "optim"), (mesh, turned), together=1)
     cases = pairwise(names, labels, (*OPERANDS, THE_OTHER))
     for number, (mine, target, source, theirs, other_mesh) in enumerate(rows):
         what = f"{target} {mine}, {source} {theirs}{' on a turned mesh' if other_mesh is turned else ''}"
@@ -320,7 +320,7 @@ def gradients_are_read_set_and_scaled(rank: int, world: int) -> None:
 
 def weights_move_between_models_that_lie_otherwise(rank: int, world: int) -> None:
     problems, mesh, x = Problems(), two_axes(), torch.tensor(0.3)
-    for target, mine, source, theirs in pairwise(ANYHOW, FEW, ANYHOW, FEW):
+    for target, mine, source, theirs in pairwise(ANYHOW, FEW, ANYHOW, FEW, together=1):
         case = f"{target} {mine} from {source} {theirs}"
         model, other = lying(mesh, target, mine), lying(mesh, source, theirs, 2)
         attempt(problems, f"lerp_ {case}", lambda m=model, o=other: lerp_(m, o, 0.25))
@@ -490,7 +490,7 @@ def is_refused(problems: Problems, step: Callable[[], Any]) -> bool:
 def dtensors_of_a_users_own_meet_parts(rank: int, world: int) -> None:
     """Results of DTensor do not know where they lie: they are right, or refused; with zeros_like they are right."""
     problems, mesh = Problems(), two_axes()
-    for sharding, tells in product(SHARDINGS, (True, False)):
+    for sharding, tells in product(in_turn(0, SHARDINGS), (True, False)):
         model, plain = sharded(mesh, sharding=sharding), Net()
         for one in (model, plain):
             one(torch.tensor(0.5)).backward()

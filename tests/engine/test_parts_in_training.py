@@ -58,7 +58,7 @@ from tests.engine.test_state_dicts import shared_folder
 from tests.engine.worlds import by_world, check
 from tests.helpers.fused_adam import FusedAdam
 from tests.helpers.other_optimizers import Adan
-from tests.helpers.pairwise import pairwise
+from tests.helpers.pairwise import in_turn, pairwise
 
 
 class Factored(torch.optim.Optimizer):
@@ -173,7 +173,7 @@ def training_is_that_of_one_process(rank: int, world: int) -> None:
         return offload is None or optimizer not in ("Adan", "factored", "FusedAdam")
 
     for name, sharding, optimizer, hold, offload in pairwise(
-        MESHES, SHARDINGS, OPTIMIZERS, HOLDS, (None, "optimizer"), possible=possible
+        MESHES, SHARDINGS, OPTIMIZERS, HOLDS, (None, "optimizer"), possible=possible, together=1
     ):
         case = f"{name} {sharding} {optimizer} {hold} {offload}"
         options = {"sharding": sharding, "offload": offload}
@@ -197,7 +197,7 @@ class Gated(nn.Module):
 def unused_and_frozen_parameters(rank: int, world: int) -> None:
     problems, mesh, x = Problems(), two_axes(), torch.tensor(0.5)
     data_rank = mesh["data"].get_local_rank()
-    for sharding, uses in pairwise(SHARDINGS, (((0,), (0, 1)), ((0,), (0,)), ((), (1,)))):
+    for sharding, uses in pairwise(SHARDINGS, (((0,), (0, 1)), ((0,), (0,)), ((), (1,))), together=1):
         case = f"{sharding} {uses}"
         plain, model = Gated(), Gated(mesh)
         for one in (model, plain):
@@ -259,7 +259,7 @@ class Tied(nn.Module):
 
 def tied_parts(rank: int, world: int) -> None:
     problems, mesh = Problems(), two_axes()
-    for sharding, apart in product(SHARDINGS, (False, True)):
+    for sharding, apart in product(in_turn(0, SHARDINGS), (False, True)):
         model, plain = Tied(mesh), Tied()
         if apart:
             fully_shard(model.first, mesh, sharding=sharding)
@@ -276,7 +276,7 @@ def all_ranks_skip_a_step_whose_loss_scale_was_too_large(rank: int, world: int) 
     """An overflow in one part, of an optimizer that steps rows and of one that steps DTensors."""
     mesh = two_axes()
     scalers = {"AdamW": DistributedGradScaler, "Adan": torch.amp.GradScaler}
-    for sharding, name in product(SHARDINGS, scalers):
+    for sharding, name in product(in_turn(1, SHARDINGS), scalers):
         model = sharded(mesh, sharding=sharding)
         optimizer = fully_shard_optimizer(OPTIMIZERS[name](model.parameters()))
         scaler = scalers[name]("cpu", init_scale=4.0)
@@ -305,7 +305,7 @@ def states_move_between_models_that_lie_otherwise(rank: int, world: int) -> None
     reference = adopted(plain)
     stepped(plain, reference)
     state, expected = reference.state_dict(), get_state_dict(plain, reference, options=ENTIRE)
-    for source, mine, target, theirs in pairwise(ANYHOW, FEW, ANYHOW, FEW):
+    for source, mine, target, theirs in pairwise(ANYHOW, FEW, ANYHOW, FEW, together=1):
         case = f"{target} {theirs} from {source} {mine}"
         model, other = lying(mesh, source, mine), lying(mesh, target, theirs, 3)
         first, second = adopted(model), adopted(other)
@@ -325,7 +325,7 @@ def states_move_between_models_that_lie_otherwise(rank: int, world: int) -> None
             dcp.load(read, checkpoint_id=folder)
         set_state_dict(other, second, model_state_dict=read["model"], optim_state_dict=read["optim"])
         compare(problems, get_state_dict(other, second, options=ENTIRE), expected, f"{case} files")
-    for division, sharding in product(DIVISIONS, FEW):
+    for division, sharding in pairwise(DIVISIONS, FEW, together=1):
         model = lying(mesh, division, sharding, 3)
         optimizer = adopted(model)
         weights, state = copy.deepcopy(expected)  # of which it makes DTensors
@@ -355,7 +355,7 @@ def whole_weights_are_broadcast_from_the_first_rank(rank: int, world: int) -> No
 
 def state_from_before_sharding_is_taken_along(rank: int, world: int) -> None:
     problems, mesh = Problems(), two_axes()
-    for sharding, division in pairwise(SHARDINGS, ("alike", "divided otherwise")):
+    for sharding, division in pairwise(SHARDINGS, ("alike", "divided otherwise"), together=1):
         plain, model = Net(), Net(1, mesh, DIVISIONS[division])
         reference, optimizer = adopted(plain), torch.optim.AdamW(model.parameters(), lr=0.05)
         for pair in ((plain, reference), (model, optimizer)):

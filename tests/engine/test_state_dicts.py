@@ -32,7 +32,8 @@ from torch.distributed.tensor import DTensor, Shard
 from lightning_mfsdp.engine import EngineStateError, fully_shard, fully_shard_optimizer
 from lightning_mfsdp.optim import Muon
 from tests.engine.cases import device_type
-from tests.engine.worlds import by_world, check, in_turns
+from tests.engine.worlds import at_night, by_world, check, in_turns
+from tests.helpers.pairwise import in_turn
 
 SHARDINGS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 HELD_AS_DTENSORS, OFFLOADED = "an optimizer that looks at whole tensors", "main weights and state in host memory"
@@ -94,9 +95,8 @@ def options_of(sharding: str) -> dict[str, Any]:
 
 def ways() -> tuple[str, ...]:
     """To shard a model over these ranks."""
-    return {2: (*SHARDINGS, HELD_AS_DTENSORS, OFFLOADED), 3: ("optim", "optim_grads_params"), 4: (HSDP, HFSDP)}[
-        dist.get_world_size()
-    ]
+    two = (*in_turn(0, SHARDINGS), HELD_AS_DTENSORS, OFFLOADED)
+    return {2: two, 3: ("optim", "optim_grads_params"), 4: (HSDP, HFSDP)}[dist.get_world_size()]
 
 
 def theirs(seed: int = 0, kind: Any = torch.optim.AdamW) -> tuple[Uneven, torch.optim.Optimizer]:
@@ -524,12 +524,9 @@ CASES = [
     weights_go_to_every_rank_and_nowhere_else,
     arithmetic_with_tensors_of_equal_parts_finds_their_rows,
 ]
-ON_TWO_AXES = [
-    get_state_dict_gives_what_it_gives_of_fsdp2,
-    set_state_dict_takes_what_get_state_dict_gave,
-    checkpoints_of_plain_loops_are_those_of_fsdp2,
-]
-WORLDS = {**in_turns((3, 2), CASES), 4: ON_TWO_AXES}
+ON_TWO_AXES = [checkpoints_of_plain_loops_are_those_of_fsdp2]  # which get and set states
+AT_NIGHT = [get_state_dict_gives_what_it_gives_of_fsdp2, set_state_dict_takes_what_get_state_dict_gave]
+WORLDS = {**in_turns((3, 2), CASES), 4: ON_TWO_AXES, **at_night({4: [*ON_TWO_AXES, *AT_NIGHT]})}
 
 
 @by_world(WORLDS)

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_mfsdp.engine import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer, no_sync, sharded_parameters
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, context, inputs, weights
-from tests.helpers.pairwise import in_world
+from tests.helpers.pairwise import in_turn, in_world
 
 
 class Towers(nn.Module):
@@ -149,7 +149,7 @@ def unused_parameters_are_left_alone(rank: int, world: int) -> None:
 
 
 def only_a_rank_that_left_a_parameter_unused_waits(rank: int, world: int) -> None:
-    for sharding in STRATEGIES:
+    for sharding in in_turn(0, STRATEGIES):
         model = sharded(sharding)
         for module in (model, *model.towers):
             for name in ("never", "spare"):
@@ -167,7 +167,7 @@ def only_a_rank_that_left_a_parameter_unused_waits(rank: int, world: int) -> Non
 
 
 def unused_parameters_get_zeros_if_told_so(rank: int, world: int) -> None:
-    for sharding in STRATEGIES:
+    for sharding in in_turn(1, STRATEGIES):
         model = sharded(sharding, unused_parameters="zero")
         model.used = (0, 2)
         model(inputs(0, rank).double()).square().mean().backward()
@@ -180,7 +180,7 @@ def unused_parameters_get_zeros_if_told_so(rank: int, world: int) -> None:
 
 def an_optimizer_clears_gradients_on_ranks_without_rows(rank: int, world: int) -> None:
     """Of one row, one rank has all: the others hear of it when an optimizer on local rows clears its gradient."""
-    for sharding, set_to_none in product(STRATEGIES, (True, False)):
+    for sharding, set_to_none in product(in_turn(2, STRATEGIES), (True, False)):
         model = sharded(sharding)
         optimizer = fully_shard_optimizer(adamw(model.parameters()))
         model(inputs(0, rank).double()).square().mean().backward()

@@ -11,7 +11,7 @@ import pytest
 
 from tests.engine.cases import Case, run_cases
 
-__all__ = ["by_world", "check", "in_turns"]
+__all__ = ["at_night", "by_world", "check", "in_turns"]
 
 Worlds = Mapping[int, Sequence[Case]]
 
@@ -21,6 +21,11 @@ def in_turns(sizes: Sequence[int], cases: Sequence[Case]) -> dict[int, Sequence[
     if os.environ.get("MFSDP_NIGHTLY") == "1":
         return dict.fromkeys(sizes, cases)
     return {size: cases[first :: len(sizes)] for first, size in enumerate(sizes)}
+
+
+def at_night(worlds: dict[int, Sequence[Case]]) -> dict[int, Sequence[Case]]:
+    """Numbers of ranks that come to what others come to on a push."""
+    return worlds if os.environ.get("MFSDP_NIGHTLY") == "1" else {}
 
 
 def by_world(worlds: Worlds) -> Any:

@@ -33,15 +33,22 @@ def pairwise(
 
 
 def in_world(
-    world: int, worlds: Sequence[int], *factors: Iterable[Any], possible: Callable[..., bool] = lambda *row: True
+    world: int,
+    worlds: Sequence[int],
+    *factors: Iterable[Any],
+    possible: Callable[..., bool] = lambda *row: True,
+    together: int = 2,
 ) -> list[tuple[Any, ...]]:
-    """The rows of one of several numbers of ranks: several ranks share the pairs, and one, which shards nothing, has each value."""
+    """The rows of one of several numbers of ranks: several ranks share the pairs, and one, which shards nothing, has each value.
+
+    With `together=1` several ranks share the values.
+    """
     if world == 1:
         return pairwise(*factors, possible=possible, together=1)
     several = (
         [number for number in worlds if number > 1] if world in worlds else [world]
     )  # another one, on GPUs, has all
-    rows = pairwise(several, *factors, possible=lambda number, *row: possible(*row))
+    rows = pairwise(several, *factors, possible=lambda number, *row: possible(*row), together=together)
     return [tuple(row) for number, *row in rows if number == world]
 
 

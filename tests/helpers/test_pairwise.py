@@ -43,6 +43,13 @@ def test_several_ranks_share_the_pairs_and_one_has_every_value():
     assert in_world(8, worlds, "abcd", (1, 2)) == list(product("abcd", (1, 2)))
 
 
+def test_several_ranks_can_share_the_values():
+    rows = {world: in_world(world, (2, 4), "abcd", (1, 2), together=1) for world in (2, 4)}
+    assert {value for own in rows.values() for row in own for value in row} == {*"abcd", 1, 2}
+    assert sum(map(len, rows.values())) == 4
+    assert all(rows.values())
+
+
 def test_what_is_impossible_is_left_out_and_its_partners_meet_others():
     def possible(letter, number, *_):
         return (letter, number) != ("a", 1)

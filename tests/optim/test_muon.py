@@ -32,6 +32,7 @@ from tests.checkpoint.internals import (
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, sharded_chain, weights
 from tests.helpers.models import batch, build, loss_of
+from tests.helpers.pairwise import in_turn
 
 # Rows that no number of ranks divides, fewer rows than ranks, a single number, wide, tall and square ones.
 SHAPES = ((7, 3), (2, 9), (1, 1), (16, 5), (5, 16), (6, 6))
@@ -166,7 +167,7 @@ def counted() -> Iterator[list[tuple[int, int]]]:
 
 def two_exchanges_a_batch_and_bounded_bytes(rank, world):
     """Every byte goes out and comes back once; what a rank keeps for itself is part of the call."""
-    for limit, sharding in product((10**9, MANY_BATCHES), STRATEGIES):
+    for limit, sharding in product((10**9, MANY_BATCHES), in_turn(0, STRATEGIES)):
         model = made(sharding=sharding)
         optimizer = fully_shard_optimizer(Muon(groups(model)[:2], exchange_bytes=limit))
         model(0).backward()
@@ -194,7 +195,7 @@ def two_exchanges_a_batch_and_bounded_bytes(rank, world):
 
 def clearing_and_missing_gradients_are_agreed_on(rank, world):
     """A rank without rows has no gradient to look at, and must not wait for the others or leave them waiting."""
-    for sharding in STRATEGIES:
+    for sharding in in_turn(1, STRATEGIES):
         model = made(sharding=sharding)
         optimizer = fully_shard_optimizer(Muon(groups(model), lr=0.05))
         before = weights(model)

@@ -25,6 +25,7 @@ from lightning_mfsdp.options.compilation import compile_units
 from lightning_mfsdp.recompute import as_recompute, plan_recompute, recomputed, record_step, remove_recompute
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import DOUBLE, STRATEGIES, context
+from tests.helpers.pairwise import in_turn
 from tests.recompute.counting import CountedMemory, Counting
 from tests.recompute.models import equal
 
@@ -281,7 +282,7 @@ def test_under_autocast_pieces_add_up_in_the_dtype_of_the_weight() -> None:
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )  # PyTorch's own look
-@pytest.mark.parametrize("name", ["alone", "each layer"])
+@pytest.mark.parametrize("name", [pytest.param("alone", marks=pytest.mark.nightly), "each layer"])
 def test_a_compiler_takes_it_into_its_graph_where_activations_of_one_piece_exist_at_a_time_too(name) -> None:
     """None is kept for the compiled backward, where they end before those of the next piece begin."""
     graphs: list[torch.fx.GraphModule] = []
@@ -500,7 +501,7 @@ def every_strategy_and_method(rank: int, world: int) -> None:
         "direct": MixedPrecisionPolicy(**wide, direct_weight_gradients=True),
         "mixed": MixedPrecisionPolicy(**wide, compute_dtype=torch.bfloat16),
     }
-    for number, (sharding, policy) in enumerate(product(STRATEGIES, policies)):
+    for number, (sharding, policy) in enumerate(product(in_turn(world, STRATEGIES), policies)):
         unit = ("block", "mlp")[number % 2]
         options = {"sharding": sharding, "policy": policies[policy], "unit": unit}
         by_hand = train(sharded(None, pieces=TILES, **options), rank)

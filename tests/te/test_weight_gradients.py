@@ -25,6 +25,7 @@ from tests.engine.test_direct import poisoned
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES
 from tests.helpers.hidden import Hidden
+from tests.helpers.pairwise import in_turn
 
 DIM, ROWS = 12, 4
 
@@ -153,7 +154,7 @@ def same_as_through_autograd(rank, world, **options) -> list[Counter]:
 
 
 def first_products_overwrite(rank, world):
-    for sharding in STRATEGIES:
+    for sharding in in_turn(0, STRATEGIES):
         for waits in ((), (False,)):
             for seen in same_as_through_autograd(rank, world, sharding=sharding, waits=waits):
                 if world == 1 and waits:  # the first microbatch's gradient is there already, in the same memory
@@ -163,7 +164,7 @@ def first_products_overwrite(rank, world):
 
 def later_products_add(rank, world):
     """Nothing is overwritten the first time it would be wrong, and from then on layers add."""
-    for sharding in STRATEGIES:
+    for sharding in in_turn(1, STRATEGIES):
         first, second = same_as_through_autograd(rank, world, sharding=sharding, waits=(True, True))
         if world > 1:
             assert first["beside"] == 4, "the second microbatch finds the first one's"
@@ -178,7 +179,7 @@ def later_products_add(rank, world):
 def recomputed_frozen_and_unused_weights(rank, world):
     for sharding, recompute in product(STRATEGIES[1:], (False, True)):
         same_as_through_autograd(rank, world, sharding=sharding, recompute=recompute)
-    for sharding in STRATEGIES:
+    for sharding in in_turn(2, STRATEGIES):
         same_as_through_autograd(rank, world, sharding=sharding, frozen=("layers.0.weight0", "layers.1.weight1"))
     for sharding in STRATEGIES[:3]:
         same_as_through_autograd(rank, world, sharding=sharding, calls=(1, rank, 1))  # on one rank alone
@@ -232,7 +233,7 @@ class HidesItsResult(nn.Module):
 
 def a_layer_may_be_the_first_to_notice_a_backward(rank, world):
     """Also of one after gradients that were held back and cleared."""
-    for sharding, clears in product(STRATEGIES, (False, True)):
+    for sharding, clears in product(in_turn(3, STRATEGIES), (False, True)):
         found = []
         for fused in (False, True):
             torch.manual_seed(0)
