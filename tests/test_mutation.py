@@ -184,6 +184,7 @@ def test_a_map_knows_who_executes_a_line_or_in_another_version_the_function(tmp_
     assert who(1, "new", SOURCE + b"\n") == "a b c unknown"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("content", "kind", "test"),
     [

@@ -176,10 +176,12 @@ WORLDS = (2, 4)
 
 
 def rows(world: int) -> list[tuple[Any, ...]]:
+    """On a push each model once, each method and each kind of batch on one number of ranks or the other."""
+
     def possible(model: str, method: str, kind: str) -> bool:
         return not (kind == "both" and model in MIXED) and not (kind == "documents" and model in BIDIRECTIONAL)
 
-    return in_world(world, WORLDS, MODELS, METHODS, KINDS, possible=possible)
+    return in_world(world, WORLDS, MODELS, METHODS, KINDS, possible=possible, together=1)
 
 
 def like_one_process(rank: int, world: int) -> int:
@@ -270,7 +272,7 @@ def capped_and_sinks(rank: int, world: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_softcaps_and_sinks_of_each_head_reach_the_base_function(world: int) -> None:
     assert all(run_distributed(capped_and_sinks, world, apart=True))
 

@@ -41,6 +41,9 @@ HERE = [block for block in PROGRAMS if not block.gpus]
 ELSEWHERE = [block for block in PROGRAMS if block.gpus]
 
 
+RUNNERS = [run_forked, pytest.param(run_plain, marks=pytest.mark.nightly)]  # each where it runs blocks
+
+
 def program(folder: Path, code: str) -> Path:
     path = folder / "program.py"
     path.write_text(code)
@@ -102,7 +105,7 @@ def test_a_block_that_fails_is_found(code: str, message: str, tmp_path: Path) ->
         run_forked(program(tmp_path, code))
 
 
-@pytest.mark.parametrize("runner", [run_forked, run_plain])
+@pytest.mark.parametrize("runner", RUNNERS)
 def test_a_block_that_does_not_end_is_ended_with_what_it_started(runner, tmp_path: Path) -> None:
     code = (
         "import subprocess, sys\n"
@@ -130,7 +133,7 @@ print("as if alone")
 """
 
 
-@pytest.mark.parametrize("runner", [run_forked, run_plain])
+@pytest.mark.parametrize("runner", RUNNERS)
 def test_nothing_is_set_up_for_a_block(runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("MASTER_ADDR", "localhost")

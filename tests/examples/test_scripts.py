@@ -290,7 +290,8 @@ def assert_trains_alike(world: int, axes: list[str], folder: Path) -> None:
     assert held_out < math.log2(256)
 
 
-@pytest.mark.parametrize("axis", ["--context", pytest.param("--tensor", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("axis", ["--context", "--tensor"])
 def test_examples_train_alike_with_a_further_axis(axis: str, tmp_path: Path) -> None:
     assert_trains_alike(2, [axis, "2"], tmp_path)
 

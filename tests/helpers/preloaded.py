@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import pkgutil
+
+from lightning.fabric.utilities import registry
 
 import lightning_mfsdp
 import tests.helpers.distributed
@@ -23,6 +26,9 @@ for name in ("transformers.models.llama.modeling_llama", "transformers.models.gp
         importlib.import_module(name)
     except ImportError:
         continue
+
+# Each Trainer asks all installed packages for callbacks: in processes that make hundreds of Trainers they answer once.
+registry.entry_points = functools.cache(registry.entry_points)
 
 # A collection in a forked process looks at what the process made, and copies no page for what was there before.
 gc.collect()

@@ -43,7 +43,11 @@ def run(folder: Path, required: str | None) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("required", "failed", "skipped"), [(None, 0, 10), ("gpu", 4, 6), ("gpus2", 6, 4), ("gpus4", 8, 2)]
+    ("required", "failed", "skipped"),
+    [
+        ("gpus2", 6, 4),
+        *(pytest.param(*row, marks=pytest.mark.nightly) for row in ((None, 0, 10), ("gpu", 4, 6), ("gpus4", 8, 2))),
+    ],
 )
 def test_a_skip_for_want_of_gpus_fails_where_they_are_required(
     tmp_path: Path, required: str | None, failed: int, skipped: int

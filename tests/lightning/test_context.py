@@ -250,6 +250,7 @@ ROWS_OF_THE_TABLE = pairwise(
     ["ulysses", "gather"],
     ["optim_grads_params", "optim_grads", "optim", "no_shard"],
     possible=reads_it,
+    together=1,
 )
 
 
@@ -416,7 +417,11 @@ def read_and_resume(rank: int, world: int, folder: str, steps: int, options: dic
     return model.read
 
 
-@pytest.mark.parametrize("meshes", [(1, 2), (2, 1), (4, 2), (2, 4)], ids=str)
+@pytest.mark.parametrize(
+    "meshes",
+    [(1, 2), (4, 2), *(pytest.param(meshes, marks=pytest.mark.nightly) for meshes in ((2, 1), (2, 4)))],
+    ids=str,
+)
 def test_a_run_resumed_on_another_mesh_goes_on_with_the_samples_that_were_not_read(meshes: tuple[int, int]) -> None:
     """Of 4 ranks: so many divide a sequence."""
     with tempfile.TemporaryDirectory() as folder:

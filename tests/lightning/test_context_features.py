@@ -88,7 +88,9 @@ def of_one_rank(kind: type[Trained], options: tuple[tuple[str, Any], ...]) -> di
     return found
 
 
-@pytest.mark.parametrize("name", [*WORKS, *KINDS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] if name == "compile" else []) for name in (*WORKS, *KINDS)]
+)
 def test_a_feature_works_with_divided_sequences(name: str) -> None:
     kind, options = KINDS.get(name) or (OwnLoss, WORKS[name])
     expected = of_one_rank(kind, tuple((key, value) for key, value in options.items() if key in OF_THE_STEP))
@@ -133,7 +135,7 @@ def measure(rank: int, world: int, kind: type[Measured], options: dict[str, Any]
     return {name: value.cpu() for name, value in computed.items()}
 
 
-@pytest.mark.parametrize(("world", "context"), [(2, 2), (4, 2)])
+@pytest.mark.parametrize(("world", "context"), [pytest.param(2, 2, marks=pytest.mark.nightly), (4, 2)])
 def test_metrics_of_tokens_are_those_of_one_rank(world: int, context: int) -> None:
     (expected,) = run_distributed(measure, 1, Measured, {})
     for found in run_distributed(measure, world, Measured, {"context": context}):

@@ -20,7 +20,9 @@ NIGHTLY = os.environ.get("MFSDP_NIGHTLY") == "1"
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("mode", "kills"), [("sync", 25 if NIGHTLY else 1), ("async", 25 if NIGHTLY else 2)])
+@pytest.mark.parametrize(
+    ("mode", "kills"), [pytest.param("sync", 25, marks=pytest.mark.nightly), ("async", 25 if NIGHTLY else 2)]
+)
 def test_a_killed_training_leaves_the_last_checkpoint_it_finished_or_the_one_after(
     mode: str, kills: int, tmp_path: Path
 ) -> None:

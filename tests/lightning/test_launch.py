@@ -177,9 +177,8 @@ model: {lr: 0.01}
 """
 
 
-@pytest.mark.parametrize(
-    "chosen", [pytest.param("[Block]", marks=pytest.mark.nightly), "tests.lightning.models.is_block"]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("chosen", ["[Block]", "tests.lightning.models.is_block"])
 def test_yaml_with_class_paths_needs_no_import_of_the_package(chosen: str, tmp_path: Path) -> None:
     pytest.importorskip("jsonargparse")
     (tmp_path / "main.py").write_text(CLI)

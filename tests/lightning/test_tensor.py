@@ -176,14 +176,17 @@ def measure(rank: int, world: int, options: dict[str, Any]) -> dict[str, Any]:
     return {**found, "seen": {name: value.clone() for name, value in kept[0].seen.items()}}  # type: ignore[union-attr, operator]
 
 
-def test_metrics_count_a_tensor_group_once() -> None:
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [pytest.param(2, {"tensor": 2}, marks=pytest.mark.nightly), (4, {"tensor": 2, "loss_count": "tokens"})],
+)
+def test_metrics_count_a_tensor_group_once(world: int, options: dict[str, Any]) -> None:
     (expected,) = run_distributed(measure, 1, {})
-    for world, options in ((2, {"tensor": 2}), (4, {"tensor": 2, "loss_count": "tokens"})):
-        for found in run_distributed(measure, world, options):
-            torch.testing.assert_close(found["seen"]["mean"], expected["seen"]["mean"])
-            for name in ("matrix", "tokens"):
-                assert torch.equal(found["seen"][name], expected["seen"][name]), (world, name)
-            assert found["logged"]["rows"] == expected["logged"]["rows"]
+    for found in run_distributed(measure, world, options):
+        torch.testing.assert_close(found["seen"]["mean"], expected["seen"]["mean"])
+        for name in ("matrix", "tokens"):
+            assert torch.equal(found["seen"][name], expected["seen"][name]), name
+        assert found["logged"]["rows"] == expected["logged"]["rows"]
 
 
 def with_features(rank: int, world: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -201,11 +204,14 @@ def with_features(rank: int, world: int, options: dict[str, Any]) -> dict[str, A
     )
 
 
-def test_accumulation_recomputation_averages_and_nan_reports_work() -> None:
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [pytest.param(2, {"tensor": 2}, marks=pytest.mark.nightly), (4, {"tensor": 2, "context": 2})],
+)
+def test_accumulation_recomputation_averages_and_nan_reports_work(world: int, options: dict[str, Any]) -> None:
     (expected,) = run_distributed(with_features, 1, {})
-    for world, options in ((2, {"tensor": 2}), (4, {"tensor": 2, "context": 2})):
-        for found in run_distributed(with_features, world, options):
-            assert_equal(found, expected, 1e-12)
+    for found in run_distributed(with_features, world, options):
+        assert_equal(found, expected, 1e-12)
 
 
 class OtherBatches(Wide):
@@ -272,15 +278,22 @@ def train_parallelized(rank: int, world: int, kind: type[Trained], options: dict
     return fit(rank, world, kind, Texts("whole"), **options)
 
 
-@pytest.mark.parametrize("kind", [Parallelized, ParallelizedSequence])
-def test_layers_given_to_parallelize_module_train_as_on_one_rank(kind: type[Trained]) -> None:
+PARALLELIZED = {2: {"tensor_parallel_size": 2}, 4: {"data_parallel_size": "auto", "tensor_parallel_size": 2}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "world"),
+    [
+        (Parallelized, 4),
+        (ParallelizedSequence, 2),
+        pytest.param(Parallelized, 2, marks=pytest.mark.nightly),
+        pytest.param(ParallelizedSequence, 4, marks=pytest.mark.nightly),
+    ],
+)
+def test_layers_given_to_parallelize_module_train_as_on_one_rank(kind: type[Trained], world: int) -> None:
     (expected,) = run_distributed(train_parallelized, 1, kind, {})
-    for world, options in (
-        (2, {"tensor_parallel_size": 2}),
-        (4, {"data_parallel_size": "auto", "tensor_parallel_size": 2}),
-    ):
-        for found in run_distributed(train_parallelized, world, kind, {**options, "units": ["Linear"]}):
-            assert_equal(found, expected, 1e-12)
+    for found in run_distributed(train_parallelized, world, kind, {**PARALLELIZED[world], "units": ["Linear"]}):
+        assert_equal(found, expected, 1e-12)
 
 
 class TwoHeads(OwnLoss):

@@ -18,7 +18,7 @@ from lightning_mfsdp.checkpoint import load_checkpoint
 from lightning_mfsdp.optim import Muon
 from tests.helpers.distributed import run_distributed
 from tests.helpers.double import in_double
-from tests.helpers.pairwise import in_turn
+from tests.helpers.pairwise import pairwise
 from tests.lightning.models import full_state, make_trainer, strict_warnings
 from tests.lightning.test_context import LENGTH, ROWS, Texts, Trained, assert_equal, fit
 from tests.lightning.test_context_features import (
@@ -104,8 +104,7 @@ def axes_of(name: str) -> list[str]:
 
 CELLS = [
     pytest.param(axes, name, marks=[pytest.mark.nightly] if name == "compile" else [])  # 40 s
-    for number, name in enumerate((*WORKS, *KINDS))
-    for axes in in_turn(number, axes_of(name))
+    for name, axes in pairwise((*WORKS, *KINDS), AXES, possible=lambda name, axes: axes in axes_of(name), together=1)
 ]
 
 
@@ -187,7 +186,7 @@ def resume(
     return {"norms": model.norms, "state": full_state(model)}
 
 
-@pytest.mark.parametrize("kind", ["sharded", "full"])
+@pytest.mark.parametrize("kind", ["sharded", pytest.param("full", marks=pytest.mark.nightly)])
 def test_a_run_goes_on_from_a_checkpoint_of_another_mesh(kind: str) -> None:
     """Two steps with one rank, the third with a tensor axis, and the same the other way round."""
     with tempfile.TemporaryDirectory() as folder:

@@ -103,6 +103,7 @@ def test_a_run_takes_the_place_of_the_last_one_with_its_version(tmp_path: Path, 
     assert [(run.torch, run.passed) for run in runs.read(path)] == [("2.9.1", "2"), ("2.15.0+cpu", "3")]
 
 
+@pytest.mark.nightly
 def test_pytest_records_a_run(tmp_path: Path):
     path, tests = tmp_path / "runs.tsv", ["tests/helpers/test_pairwise.py"]
     path.write_text("\t".join(runs.Run._fields) + "\n")

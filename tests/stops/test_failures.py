@@ -35,7 +35,13 @@ def told(end: End, by: int, what: str) -> bool:
     return end.error.startswith(LOST) and f"rank {by} failed: {what}" in end.error
 
 
-@pytest.mark.parametrize(("kind", "error"), [("exception", "ZeroDivisionError"), ("out of memory", "OutOfMemoryError")])
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        ("exception", "ZeroDivisionError"),
+        pytest.param("out of memory", "OutOfMemoryError", marks=pytest.mark.nightly),
+    ],
+)
 def test_an_exception_on_one_rank_ends_all_and_stays_what_it_was(kind: str, error: str) -> None:
     faulty, other = (ends := run_faulty(training, 2, kind, 0, ["steps", "on exception"]))
     assert faulty.error.startswith(f"{error}: "), faulty
@@ -53,7 +59,7 @@ def test_a_killed_rank_is_named_by_the_others() -> None:
         assert [name for _, name, _ in end.notes] == ["epoch=0-step=2.ckpt"]
 
 
-@pytest.mark.parametrize("faulty_rank", [0, 1])
+@pytest.mark.parametrize("faulty_rank", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_sigterm_on_one_rank_saves_the_same_step_on_all(faulty_rank: int) -> None:
     """Also without a callback that saves on exceptions."""
     for saves, found in ((["steps", "on exception"], "step=4"), (["steps"], "epoch=0-step=4")):

@@ -131,7 +131,7 @@ def assert_goes_on(job: Job, first: Any, undisturbed: Any, after: int = 5) -> No
         assert torch.equal(weights[name], value), name
 
 
-PUSHED = ("with_last", "without_last", "linked", "on_exception")
+PUSHED = ("without_last", "linked", "on_exception")
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_without_callbacks_there_is_no_place(tmp_path: Path) -> None:
     assert [end.error for end in ends] == ["SIGTERMException: "] * 2
 
 
-@pytest.mark.parametrize("ckpt_path", ["last", None])
+@pytest.mark.parametrize("ckpt_path", [pytest.param("last", marks=pytest.mark.nightly), None])
 def test_a_slurm_job_finds_it_either_way(ckpt_path: str | None, undisturbed: Any, tmp_path: Path) -> None:
     """Lightning looks for hpc checkpoints if `fit` is given no path."""
     job = job_of(tmp_path / "job", with_last, ckpt_path=ckpt_path, environment={})

@@ -77,7 +77,7 @@ def compare(kind: str, run: str) -> None:
 
 def every_gradient(rank: int, world: int) -> None:
     with in_double():
-        for kind, run in in_world(world, WORLDS, MODELS, RUNS):
+        for kind, run in in_world(world, WORLDS, MODELS, RUNS, together=1):
             try:
                 compare(kind, run)
             except Exception as error:

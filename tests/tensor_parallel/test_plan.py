@@ -414,12 +414,19 @@ def random_state(rank: int, world: int) -> Tensor:
     return drawn
 
 
-@pytest.mark.parametrize("world", [2, 4])
+DIVIDED = (
+    *(own_plan, on_meta, summed_outputs, shared_inputs, loss_heads),
+    *(unknown_tokens, ruled_twice, dropped_twice, compiled_dropout, parts_of_data),
+)
+ON_FOUR_RANKS = (own_plan, loss_heads)  # on a push
+
+
 @pytest.mark.parametrize(
-    "program",
+    ("program", "world"),
     [
-        *(own_plan, on_meta, summed_outputs, shared_inputs, loss_heads),
-        *(unknown_tokens, ruled_twice, dropped_twice, compiled_dropout, parts_of_data),
+        pytest.param(program, world, marks=[pytest.mark.nightly] if world == 4 and program not in ON_FOUR_RANKS else [])
+        for program in DIVIDED
+        for world in (2, 4)
     ],
 )
 def test_divided(program: Callable[[int, int], None], world: int) -> None:
