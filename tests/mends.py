@@ -45,7 +45,7 @@ MENDS = (
     Mend(
         "1 in forward",
         "core/weights.py",
-        "                if takes_over and self._codec is None:\n",
+        "                if takes_over and self._spec.codec is None:\n",
         "                if False:\n",
     ),
     Mend(

@@ -36,7 +36,7 @@ from tests.helpers.distributed import RankError, run_distributed
 from tests.helpers.hidden import Hidden
 from tests.helpers.pairwise import in_turn, pairwise
 
-WIDTH, BLOCKS, ORDINARY, LAST = 6, 5, 4, 6
+WIDTH, BLOCKS, ORDINARY, LAST = 6, 5, 4, 8
 BFLOAT16 = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
 SHARDED, WHOLE = "optim_grads_params", ("optim_grads", "optim", "no_shard")
 

@@ -28,7 +28,7 @@ MODULES = (
     ),
     *("unused_parameters", "weights_in_backward", "whole_views"),
 )
-PARTS = 4  # starts of processes for each number of ranks
+PARTS = 8  # starts of processes for each number of ranks; each ends before the time-out of ranks where GPUs are shared with other tests
 
 
 def cases_of(module: str, world: int) -> dict[str, Case]:
