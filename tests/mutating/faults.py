@@ -19,7 +19,7 @@ NEEDS_GPU = {
     "features/graphs/recording.py:Recording._graph": "records a CUDA graph; tests/engine/test_recording.py replaces it",
     "core/host_memory.py:_PageLocked.__init__": "registers pages with the CUDA driver",
     "core/host_memory.py:_unlock": "takes them back from the driver",
-    "core/gradients.py:_has_wide_product": "is false on a CPU, whatever its other conditions say",
+    "features/direct_gradients.py:_has_wide_product": "is false on a CPU, whatever its other conditions say",
     "core/planning.py:spare_bytes": "is 0 on a CPU; asks the driver how much memory is free",
 }
 
@@ -29,10 +29,10 @@ _TWICE = {
     *("sum_scatter_high_precision", "gather", "broadcast", "broadcast_from_first", "broadcast_object_list"),
     *("all_gather_object", "all_gather_flat", "all_gather_coalesced", "all_to_all_single", "_gather"),
     *("_gather_into", "_gather_shards", "_reduce", "_reduce_held_back", "reduce_held_back", "reduce_pending"),
-    *("_reduce_over_outer_axis", "reduce_partial", "_over_ranks_in_place", "_broadcast", "_gather_whole_weights"),
+    *("_over_ranks_in_place", "_broadcast", "_gather_whole_weights"),
     *("share_from_first", "append", "extend", "pop", "popleft", "appendleft", "submit", "replay", "backward"),
     *("mul_", "add_", "addmm_", "lerp_", "_scale", "foreach_add_", "foreach_mul_", "foreach_lerp_", "accumulate"),
-    *("accumulate_segments", "add_to_main", "_add_aside", "_add_product", "_keep_partial", "_collect"),
+    *("accumulate_segments", "set_aside", "_add_product", "_collect"),
     *("release_bucket", "note_run", "note_backward", "note_forward", "run_hooks", "run_gradient_hooks", "hook"),
     *("register", "register_hook", "register_prehook", "register_forward_pre_hook", "register_forward_hook"),
     *("enter", "leave", "begin", "finish", "step", "_step", "own_step", "stepped", "optimizer_stepped", "quantize"),
