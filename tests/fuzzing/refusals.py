@@ -75,7 +75,10 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         r"EngineStateError: [\w.]+: a backward read its weight .* after the unit was resharded",
         "the same where the root's layer shares its weight with a unit",
-        lambda case: _goes_by_side_doors(case) and any(not b.unit and b.keeps for b in case.model.blocks),
+        lambda case: (
+            _goes_by_side_doors(case)
+            and any(not b.unit and (b.keeps or b.tied_to is not None) for b in case.model.blocks)
+        ),
     ),
     Refusal(
         r"Cannot access (storage of TensorWrapper|data pointer of Tensor that doesn't have storage)|autograd.Function with functorch",
