@@ -77,7 +77,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "the same where the root's layer shares its weight with a unit",
         lambda case: (
             _goes_by_side_doors(case)
-            and any(not b.unit and (b.keeps or b.tied_to is not None) for b in case.model.blocks)
+            and any(not b.unit and (b.keeps or b.tied_to >= 0) for b in case.model.blocks)
         ),
     ),
     Refusal(
