@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from types import FunctionType
 from typing import Any
 
@@ -51,6 +51,11 @@ def read_mask_function(function: Any, model: str) -> tuple[Pattern, Tensor | Non
         elif kind == "around":
             reaches += variables
         elif kind == "documents":
+            if documents is not None:
+                raise ShardingError(
+                    f"{model}: its attention keeps two kinds of documents apart at once, which cannot be computed on parts of sequences. "
+                    f"{_UNKNOWN}"
+                )
             (documents,) = variables
     if past and not causal:
         raise ShardingError(
@@ -63,7 +68,9 @@ def read_mask_function(function: Any, model: str) -> tuple[Pattern, Tensor | Non
 def _parts(function: Any, model: str) -> Iterator[tuple[str, list[Any]]]:
     """The kinds of functions that this one is composed of, each with the variables of its closure."""
     kinds = _kinds()
-    kind = kinds.get(function) or kinds.get(getattr(function, "__code__", None))
+    kind = (kinds.get(function) if isinstance(function, Hashable) else None) or kinds.get(
+        getattr(function, "__code__", None)
+    )
     closure = function.__closure__ if isinstance(function, FunctionType) else None
     variables = [cell.cell_contents for cell in closure or ()]
     if kind == "all of":

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_mfsdp import ShardingError
 from lightning_mfsdp.context_parallel.huggingface import use_context_attention
+from lightning_mfsdp.context_parallel.mask_functions import read_mask_function
 from lightning_mfsdp.context_parallel.sharing import METHODS, ContextParallel, Cut, Method
 from tests.context_parallel.sequences import BATCH, LENGTH, allowed, cut_of, divided
 from tests.helpers.distributed import run_distributed
@@ -576,3 +577,23 @@ def test_what_a_divided_forward_cannot_compute_is_refused_by_name() -> None:
     )
     assert "Llama: its attention has a window to earlier tokens and attends to all later ones" in told["window"]
     assert "LlamaAttention of layer 0: 9 keys for 8 queries: attention to another sequence" in told["other sequence"]
+
+
+def test_masks_that_cannot_be_read_are_refused_by_name() -> None:
+    masks = transformers.masking_utils
+    packed = [masks.packed_sequence_mask_function(torch.tensor([numbers])) for numbers in ([0, 0, 1], [0, 1, 1])]
+    with pytest.raises(ShardingError, match="model: its attention keeps two kinds of documents apart at once"):
+        read_mask_function(masks.and_masks(masks.causal_mask_function, *packed), "model")
+
+    class Unhashable:
+        __hash__ = None
+
+        def __call__(self, *_: object) -> bool:
+            return True
+
+    with pytest.raises(ShardingError, match="model: its attention mask is made by Unhashable"):
+        read_mask_function(Unhashable(), "model")
+    pattern, documents = read_mask_function(masks.and_masks(masks.causal_mask_function, packed[0]), "model")
+    assert pattern.causal
+    assert documents is not None
+    assert documents.tolist() == [[0, 0, 1]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import tempfile
 import weakref
 from contextlib import nullcontext
 from itertools import product
@@ -14,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from lightning_mfsdp.base.errors import EngineStateError
@@ -24,6 +26,7 @@ from lightning_mfsdp.engine import (
     fully_shard_optimizer,
     grad_norm,
     no_sync,
+    reduce_pending,
     sharded_parameters,
     units,
     unshard,
@@ -123,6 +126,41 @@ def parameters_frozen_after_sharding_take_no_part_in_autograd(rank, world):
         for parameter in model.layers[0].parameters():
             parameter.requires_grad_(True)
         assert (frozen[:2] * 2).requires_grad, sharding
+
+
+def a_parameter_that_was_frozen_while_gradients_were_held_back_and_that_no_rank_used_has_none(rank, world):
+    """An optimizer leaves a parameter without a gradient alone, and would decay one with zeros."""
+    for sharding, by_backward in pairwise(STRATEGIES, (False, True)):
+        model = sharded_chain(sharding=sharding)
+        bias = model.layers[1].bias
+        bias.requires_grad_(False)
+        with no_sync(model):
+            loss_of(model, inputs(0, rank)).backward()
+        bias.requires_grad_(True)
+        if by_backward:
+            model.wrap = lambda layer, x, model=model: x if layer is model.layers[1] else layer(x)
+            loss_of(model, inputs(1, rank)).backward()
+        else:
+            reduce_pending(model)
+        assert bias.grad is None, (sharding, by_backward)
+        assert model.layers[0].bias.grad is not None, (sharding, by_backward)
+
+
+def what_is_saved_of_a_gradient_that_is_held_back_is_the_reduced_one(rank, world):
+    """DCP reads pieces on the ranks that write them alone: too late for a collective of the engine."""
+    model = sharded_chain(sharding="optim_grads_params")
+    with no_sync(model):
+        loss_of(model, inputs(0, rank)).backward()
+    with tempfile.TemporaryDirectory() as folder:
+        shared: list[str] = [folder]
+        dist.broadcast_object_list(shared, src=0)
+        name, parameter = next(iter(model.named_parameters()))
+        dcp.save({name: parameter.grad}, checkpoint_id=shared[0])
+        saved = {name: torch.zeros_like(parameter.detach())}
+        dcp.load(saved, checkpoint_id=shared[0])
+        torch.testing.assert_close(saved[name].to_local(), parameter.grad.to_local())
+        assert parameter.grad.norm() > 0
+        dist.barrier()
 
 
 def a_gradient_held_back_of_a_parameter_that_was_frozen_since_is_reduced(rank, world):
@@ -601,6 +639,8 @@ WORLDS = {
         a_gradient_set_before_the_first_backward_is_added_to,
         a_gradient_set_while_others_wait_to_be_reduced_takes_their_place,
         a_gradient_held_back_of_a_parameter_that_was_frozen_since_is_reduced,
+        a_parameter_that_was_frozen_while_gradients_were_held_back_and_that_no_rank_used_has_none,
+        what_is_saved_of_a_gradient_that_is_held_back_is_the_reduced_one,
         a_gradient_held_back_is_not_reduced_inside_a_backward,
         small_gradients_add_up_where_the_optimizer_sees_rounded_ones,
         a_unit_whose_call_is_hidden_is_reduced_once,

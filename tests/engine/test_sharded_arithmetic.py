@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from lightning_mfsdp.engine import EngineStateError, MixedPrecisionPolicy, fully_shard, fully_shard_optimizer
 from tests.engine.cases import Problems, device_type
 from tests.engine.worlds import by_world, check, in_turns
+from tests.helpers.chain import inputs, loss_of, sharded_chain
 
 # What elementwise operations make of a teacher's parameter `t` and a student's `s`, in place and out of place.
 WRITES = {
@@ -327,7 +328,17 @@ def a_model_takes_over_the_state_of_one_sharded_differently(rank, world):
         assert torch.equal(t.full_tensor(), s.full_tensor())
 
 
+def a_norm_is_printed_as_a_number(rank, world):
+    """As in logs: f"{norm:.3f}"."""
+    model = sharded_chain()
+    loss_of(model, inputs(0, rank)).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert f"{norm:.3f}" == f"{norm.item():.3f}"
+    assert f"{norm}" == f"{norm.item()}"
+
+
 CASES = (
+    a_norm_is_printed_as_a_number,
     a_model_takes_over_the_state_of_one_sharded_differently,
     a_nan_on_one_rank_is_the_extreme_on_all,
     data_of_another_kind_is_refused,

@@ -535,12 +535,10 @@ class Gradients:
         return {index for index, entry in enumerate(self._entries) if entry.is_trained} | self.held.keys()
 
     def _note_use(self, grads: list[Tensor | None]) -> None:
-        """Remember which parameters this rank has not used since the last reduction."""
+        """Remember which parameters this rank has not used since the last reduction, frozen ones too: they may be trained again by then."""
         missing = {index for index, grad in enumerate(grads) if grad is None}
-        if missing:
-            missing &= self._reduced()
-            if self.writes is not None:
-                missing -= self.writes.written
+        if missing and self.writes is not None:
+            missing -= self.writes.written
         self.unused = missing if self.unused is None else self.unused & missing
 
     # -- memory of the cells -------------------------------------------------------------------------------------------
@@ -661,6 +659,8 @@ class Gradients:
                 accumulate_segments(main.buffer, result)
             else:
                 compat.foreach_copy_(main.buffer.segments, result.segments)
+        if self.unused:
+            self.unused &= self._reduced()
         undecided = () if zeros_unused or self.unused is None else self.unused
         for index, (entry, shown) in enumerate(zip(self._entries, main.views, strict=True)):
             local = entry.local

@@ -271,10 +271,14 @@ class ShardedTensor(DTensor):
         piece = self.shard_spec.piece
         return piece if self.shape == piece.shape else Piece(shape=self.shape, rows=piece.rows, parts=piece.parts)
 
+    # DCP asks all ranks for these before each reads what it writes: only here may what is held back be reduced.
+
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        self.before_use()
         return items_to_write(fqn, self._local_tensor, self._piece)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        self.before_use()
         return chunks_to_read(self._piece)
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
@@ -292,7 +296,7 @@ class ShardedTensor(DTensor):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         what, instead = "parameter", "full_state_dict(module)"
-        if self.role is not Role.WEIGHT:
+        if self.role not in (Role.WEIGHT, Role.CONVERTED):
             what = "optimizer state, or another tensor, of parameter"
             instead = "get_optimizer_state_dict(module, optimizer, options=StateDictOptions(full_state_dict=True))"
         raise EngineStateError(

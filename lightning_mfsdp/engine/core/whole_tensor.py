@@ -139,6 +139,9 @@ class WholeTensor(Tensor):
         """See `full_tensor`."""
         return self.full_tensor()
 
+    def __format__(self, spec: str) -> str:
+        return format(self.as_subclass(Tensor), spec)
+
     def numpy(self, *, force: bool = False) -> Any:
         """As of any tensor. The array of a view is for reading: what is written to it is not seen."""
         array = self.full_tensor().detach().numpy(force=force)
