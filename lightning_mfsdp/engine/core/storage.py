@@ -201,6 +201,7 @@ class SlotPool:
             # Not every backward shows where it ends. If the evicted weights are read after all, autograd raises (versions.py).
             if other is None or other.evict(needed is not None):
                 return slot
+        # A new one where the client was at home last: that happens in evaluations that the plan has not seen, since training plans again.
         return client.slot if client.slot.is_own else self._slot_for(client)
 
     def is_free(self, slot: Slot, client: Client) -> bool:
