@@ -95,6 +95,7 @@ __all__ = [
     "saved_tensors_hooks_around",
     "set_data",
     "set_versions",
+    "share_storage",
     "step_pre_hooks",
     "storage_users",
     "symmetric_memory",
@@ -546,6 +547,11 @@ def ddp_ignores(module: torch.nn.Module) -> frozenset[str]:
 def storage_users(tensor: Tensor) -> int:
     """How many tensors share a tensor's memory, itself included (torch 2.11 to 2.15: `_storage_Use_Count`)."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def share_storage(tensor: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are views of one memory, even if it is empty (torch 2.11 to 2.15: `_cdata` of storages)."""
+    return tensor is other or bool(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def free_after_work_so_far(memory: Tensor) -> None:

@@ -351,6 +351,14 @@ def test_users_of_a_storage_are_counted():
     assert compat.storage_users(memory) == before
 
 
+def test_tensors_of_one_memory_are_told_from_others_even_where_it_is_empty():
+    memory, empty = torch.empty(8), torch.empty(0)
+    assert compat.share_storage(memory[2:4], memory.detach())
+    assert compat.share_storage(empty, empty.detach())
+    assert not compat.share_storage(memory, memory.clone())
+    assert not compat.share_storage(empty, torch.empty(0))
+
+
 def test_a_backward_tells_what_it_accumulates_from_what_it_returns():
     weight = torch.nn.Parameter(torch.ones(3))
     x = torch.ones(3, requires_grad=True)

@@ -311,6 +311,47 @@ def a_kept_gradient_is_the_gradient_while_later_ones_are_held_back(rank, world):
         torch.testing.assert_close(model.out.weight.grad.full_tensor(), plain.out.weight.grad)
 
 
+def assigned(parameter: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
+    parameter.grad = grad
+    return grad
+
+
+# What a program may keep of a gradient.
+KEPT = {
+    "itself": lambda parameter: parameter.grad,
+    "detached": lambda parameter: parameter.grad.detach(),
+    "data": lambda parameter: parameter.grad.data,
+    "assigned": lambda parameter: assigned(parameter, parameter.grad * 0.5),
+    "assigned zeros": lambda parameter: assigned(parameter, torch.zeros_like(parameter.grad)),
+}
+
+
+def whatever_is_kept_of_a_gradient_has_later_ones_added(rank, world):
+    """As in plain PyTorch, where a backward adds in place; whether they are held back when it is read or reduced."""
+    for sharding, (kind, keep) in product(in_turn(9, STRATEGIES), KEPT.items()):
+        models = sharded_chain(sharding=sharding), plain_chain()
+        seen = []
+        for model in models:
+            for number in range(2):  # with memory of its own, and in memory that was there before
+                loss_of(model, inputs(0)).backward()
+                kept = [keep(parameter) for parameter in model.parameters()]
+                found = []
+                for sync in (False, True, False, False):
+                    with no_sync(model) if model is models[0] and not sync else nullcontext():
+                        loss_of(model, inputs(1 + number)).backward()
+                    found += [grad.clone() for grad in kept]
+                if model is models[0]:
+                    found = [grad.full_tensor() for grad in found]
+                seen += found
+                kept[0].zero_()
+                first = next(model.parameters()).grad
+                assert not first.full_tensor().any() if model is models[0] else not first.any(), (sharding, kind)
+                model.zero_grad()
+        half = len(seen) // 2
+        for found, expected in zip(seen[:half], seen[half:], strict=True):
+            torch.testing.assert_close(found, expected, msg=lambda text, case=(sharding, kind): f"{case}: {text}")
+
+
 def a_gradient_taken_while_it_is_held_back_stays_what_it_was(rank, world):
     """Once it was used, as in plain PyTorch, where a cleared gradient that somebody keeps is not written any more."""
     for sharding in STRATEGIES:
@@ -622,6 +663,7 @@ WORLDS = {
         a_kept_gradient_stays_where_another_was_assigned,
         parameters_frozen_after_sharding_take_no_part_in_autograd,
         a_kept_gradient_is_the_gradient_while_later_ones_are_held_back,
+        whatever_is_kept_of_a_gradient_has_later_ones_added,
         a_gradient_taken_while_it_is_held_back_stays_what_it_was,
         a_gradient_from_before_sharding_is_forgotten,
         a_gradient_set_before_the_first_backward_is_added_to,
@@ -634,6 +676,7 @@ WORLDS = {
         a_kept_gradient_stays_where_another_was_assigned,
         parameters_frozen_after_sharding_take_no_part_in_autograd,
         a_kept_gradient_is_the_gradient_while_later_ones_are_held_back,
+        whatever_is_kept_of_a_gradient_has_later_ones_added,
         a_gradient_taken_while_it_is_held_back_stays_what_it_was,
         a_gradient_from_before_sharding_is_forgotten,
         a_gradient_set_before_the_first_backward_is_added_to,

@@ -6,6 +6,7 @@ import inspect
 import re
 from functools import cache, partial
 from importlib import import_module
+from typing import Any
 
 import pytest
 
@@ -51,8 +52,10 @@ def check(module: str, world: int) -> None:
     assert not found, "\n".join(found)
 
 
-def with_cases(world: int) -> list[str]:
-    return [module for module in MODULES if cases_of(module, world)]
+def with_cases(world: int) -> list[Any]:
+    """Modules; the name of the test says the part, which .ci/gpu chooses by."""
+    found = enumerate(MODULES)
+    return [pytest.param(module, id=f"{module}-part{at % PARTS}") for at, module in found if cases_of(module, world)]
 
 
 @pytest.mark.parametrize("module", MODULES)

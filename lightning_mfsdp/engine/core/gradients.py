@@ -178,6 +178,9 @@ class MainGradient:
                 if ours is not view:  # else the next call would take what it held before for the user's
                     ours.copy_(grad)
                 local.grad = ours
+                if not grad.is_inference():  # as in plain PyTorch, later gradients are added to what was assigned
+                    with torch.inference_mode(False), torch.no_grad():
+                        compat.set_data(grad, ours)
 
     def convert(self) -> bool:
         """After the last reduction of a backward, on the compute stream: convert to the optimizer's dtype. Returns whether it is news."""
@@ -383,8 +386,9 @@ class Gradients:
         self.held.clear()
 
     def is_behind(self, index: int, gradient: Tensor) -> bool:
-        """Whether a gradient is what the `.grad` of a parameter was before it became a stand-in for what is held back."""
-        return self.held.get(index) is gradient
+        """Whether a gradient is what `.grad` of a parameter was before a stand-in for what is held back took its place, or a view of it."""
+        before = self.held.get(index)
+        return before is not None and compat.share_storage(before, gradient)
 
     def zero_held_back(self, index: int) -> None:
         """Zero what is held back of a parameter, and what its `.grad` was before. A rank that used nothing holds nothing."""

@@ -125,6 +125,8 @@ class ShardedParameter(ShardedTensor):
             self._local.grad = self.gradient_rows = None
             return
         rows = value if isinstance(value, ShardedTensor) and sharded_alike(value, self) else self._rows_of(value)
+        if rows.role is Role.OTHER:
+            rows.become_gradient(self)
         self._local.grad = rows._local_tensor
         self.gradient_rows = None if rows is self._shown_gradient() else rows
 

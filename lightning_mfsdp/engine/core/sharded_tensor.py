@@ -153,6 +153,10 @@ class ShardedTensor(DTensor):
             else:
                 group.reduce_held_back()
 
+    def become_gradient(self, parameter: ShardedTensor) -> None:
+        """It was assigned to `.grad` of a parameter: gradients that are held back belong to it."""
+        self._role, self._owner = Role.GRADIENT, parameter._owner
+
     def note_write(self) -> None:
         """Note that main weights may have been written: forward must read the new values."""
         group = self._owner[0]()
