@@ -21,6 +21,9 @@ PAGE = DOCS / "design/state.md"
 # From the root to a call, and the file of each.
 CLASSES = {
     "Context": "core/context.py",
+    "Backward": "core/backward.py",
+    "Writes": "core/writes.py",
+    "Optimizers": "core/writes.py",
     "Schedule": "core/schedule.py",
     "ReductionSchedule": "core/reduction_schedule.py",
     "Unit": "core/unit.py",
@@ -41,6 +44,8 @@ OF_VARIABLES = {
     "group.weights": "Weights",
     "call": "Call",
     "context": "Context",
+    "self.backward": "Backward",
+    "self.writes": "Writes",
     "client": "Client",
     "self.client": "Client",
     "slot": "Slot",

@@ -182,9 +182,9 @@ def any_graphs_of_units_that_run_twice_are_reduced_once(rank, world):
             case = f"{program.__name__} x{times} {sharding} {together} {wrap is again}"
             model = built(together, times, wrap, sharding=sharding)
             schedule = context(model).reductions
-            before, backwards = schedule.started, context(model).backwards_finished
+            before, backwards = schedule.started, context(model).backward.num_ended
             program(model, lambda step: inputs(step, rank))
-            backwards = context(model).backwards_finished - backwards
+            backwards = context(model).backward.num_ended - backwards
             units = 4 // together + 1
             assert schedule.started - before == (backwards * units if world > 1 else 0), case
             for name, parameter in model.named_parameters():
@@ -310,7 +310,7 @@ def units_that_hide_their_tensors_may_be_called_more_than_once(rank, world):
             torch.testing.assert_close(model(inputs(1)), plain(inputs(1)), rtol=1e-4, atol=1e-5)
         if world > 1:
             # The first unit's input needs no gradient, and the root has no parameters: its graph may come again, for all they know.
-            kept = context(model).pool.allocated_bytes - context(model).pool.fixed_bytes
+            kept = context(model).lane.pool.allocated_bytes - context(model).lane.pool.fixed_bytes
             assert kept in (0, unit_of(model.layers[0]).full_bytes)
 
 

@@ -126,9 +126,9 @@ def ranks_that_use_different_blocks_train_alike(rank, world):
             optimizer, schedule = adamw(model), context(model).reductions
             for step in range(4):
                 model.path = path_of(rank, step)
-                before, backwards = schedule.started, context(model).backwards_finished
+                before, backwards = schedule.started, context(model).backward.num_ended
                 program(model, model, lambda micro, step=step: inputs(10 * step + micro, rank))
-                backwards = context(model).backwards_finished - backwards
+                backwards = context(model).backward.num_ended - backwards
                 assert schedule.started - before == backwards * (6 // together + 1), case
                 optimizer.step()
                 optimizer.zero_grad()

@@ -397,7 +397,7 @@ def asked_in_steps(
     for block in model.blocks:
         fully_shard(block, reshard_after_forward=resharded_on in (-1, rank))
     fully_shard(model)
-    optimizer, gathers, found = adamw(model), context(model).order, []
+    optimizer, gathers, found = adamw(model), context(model).lane.order, []
     with mock.patch.object(gathers, "note", wraps=gathers.note) as note:
         with torch.no_grad():
             for _ in range(evaluations):
@@ -450,7 +450,7 @@ def asked_of_two_roots(rank: int, world: int) -> list[int]:
     losses = [model(torch.tensor([0, 1])).square().mean() for model in models]
     for loss in losses:
         loss.backward()
-    return [context(model).order.asked for model in models]
+    return [context(model).lane.order.asked for model in models]
 
 
 def test_of_two_roots_no_gather_is_predicted_from_the_start():
@@ -463,7 +463,7 @@ def train(rank: int, world: int, *paths: list[int]) -> dict[str, str]:
     """Steps alike, in which nobody is asked any more in the end; then each rank goes its own path."""
     found = {}
     model = built(1)
-    optimizer, order = adamw(model), context(model).order
+    optimizer, order = adamw(model), context(model).lane.order
     for step in range(3):
         asked = order.asked
         loss_of(model, inputs(step, rank)).backward()
@@ -482,7 +482,7 @@ def train(rank: int, world: int, *paths: list[int]) -> dict[str, str]:
 def noted(rank: int, world: int) -> list[list[tuple[str, int]]]:
     """What a step notes where reductions are noted and where not: of two microbatches, the first under `no_sync`."""
     model = built(1)
-    optimizer, order = adamw(model), context(model).order
+    optimizer, order = adamw(model), context(model).lane.order
     found = []
     for order.has_reductions in (True, False):
         for step in range(3):

@@ -139,7 +139,7 @@ def failed_forward_is_at_rest_at_once(rank, world):
             break_once(model, 2, where, rank)
             assert_at_rest(model, where)
             if world > 1:
-                assert context(model).pool.allocated_bytes == 0, where
+                assert context(model).lane.pool.allocated_bytes == 0, where
             train(model, optimizer, [step], rank)
 
 
@@ -149,7 +149,7 @@ def a_gather_that_fails_leaves_no_memory_behind(rank, world):
         with mock.patch.object(Axis, "gather", side_effect=MemoryError("made up")), pytest.raises(MemoryError):
             loss_of(model, inputs(60, rank))
         assert_at_rest(model, storage)
-        assert context(model).pool.allocated_bytes == 0, storage
+        assert context(model).lane.pool.allocated_bytes == 0, storage
         found = train(model, adamw(model), range(3), rank)
         assert torch.equal(torch.stack(found), torch.stack(train(expected, adamw(expected), range(3), rank))), storage
 

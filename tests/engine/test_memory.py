@@ -120,7 +120,7 @@ def at_rest_no_full_parameter_has_memory(rank, world):
             nans = len(group.entries) * entry.full.element_size()  # one for each, of the same memory
             assert entry.full.untyped_storage().nbytes() == nans, entry.name
             assert entry.full.grad is None
-    assert context(model).pool.allocated_bytes == 0
+    assert context(model).lane.pool.allocated_bytes == 0
 
 
 def bucket_bytes(model: nn.Module) -> int:
@@ -163,7 +163,7 @@ def peak_is_three_weights_and_two_buckets_of_a_chain(rank, world):
         optimizer = adamw(model)
         train_wide(model, optimizer, 3, rank)
         full = max(group.weights.client.size_bytes for group in groups_of(model))
-        pool = context(model).pool
+        pool = context(model).lane.pool
         slots = {id(client.home): client.home for client in pool._clients}
         assert len([slot for slot in slots.values() if slot.size_bytes > full / 2]) <= 3, layers
         weights = sum(slot.size_bytes for slot in slots.values())
@@ -182,7 +182,7 @@ def peak_without_slots_is_no_higher(rank, world):
     optimizer = adamw(model)
     train_wide(model, optimizer, 2, rank)
     full = max(group.weights.client.size_bytes for group in groups_of(model))
-    pool, seen = context(model).pool, []
+    pool, seen = context(model).lane.pool, []
     for layer in model.layers:
         layer.register_forward_hook(lambda *_: seen.append(pool.allocated_bytes))
         layer.register_full_backward_hook(lambda *_: seen.append(pool.allocated_bytes + bucket_bytes(model)))
@@ -213,7 +213,7 @@ def flat_memory(model: nn.Module) -> list[weakref.ref]:
         if (gradients := group.gradients).was_needed:
             segments = gradients.main.buffer.segments
             found += [weakref.ref(gradients), *(weakref.ref(s.untyped_storage()) for s in segments)]
-    for client in context(model).pool._clients:
+    for client in context(model).lane.pool._clients:
         found += [weakref.ref(client), weakref.ref(client.slot), weakref.ref(client.home)]
         if client.home.fixed:
             found += [weakref.ref(client.home), weakref.ref(client.home.memory.untyped_storage())]
@@ -267,7 +267,7 @@ def an_optimizer_keeps_its_rows_and_nothing_else(rank, world):
         watched += [
             weakref.ref(s.untyped_storage()) for group in groups_of(model) for s in group.weights.shards[0].segments
         ]
-        watched += [weakref.ref(client.home.memory.untyped_storage()) for client in context(model).pool._clients]
+        watched += [weakref.ref(client.home.memory.untyped_storage()) for client in context(model).lane.pool._clients]
         assert all(reference() is not None for reference in watched)
         del model
         assert not still_alive(watched)

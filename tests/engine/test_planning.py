@@ -56,7 +56,7 @@ def as_many_units_stay_as_fit(rank, world):
         assert gathers[-1] == gathers[1] - count, gathers
         assert torch.equal(torch.stack(losses), torch.stack(expected))
         assert_same_weights(model, plain)
-        pool = context(model).pool
+        pool = context(model).lane.pool
         assert pool.allocated_bytes == pool.fixed_bytes, "the new plan holds them"
 
 
@@ -80,7 +80,7 @@ def slots_are_symmetric_while_all_ranks_plan_together(rank, world):
         return make
 
     model = sharded_chain(layers=LAYERS)
-    optimizer, pool = adamw(model), context(model).pool
+    optimizer, pool = adamw(model), context(model).lane.pool
     context(model).channels.symmetric = True
     asked, lengths = [0], [0]
     with (

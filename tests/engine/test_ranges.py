@@ -75,7 +75,7 @@ def failures_leave_no_range_open(rank, world):
             loss_of(model, inputs(0, rank).requires_grad_()).backward()
         model.wrap = lambda layer, x: layer(x)
         loss_of(model, inputs(1, rank)).backward()
-        assert context(model).ranges.num_open == 0
+        assert context(model).lane.ranges.num_open == 0
 
 
 WORLDS = {

@@ -261,7 +261,7 @@ def a_recording_that_breaks_in_backward_does_not_count(rank: int, world: int) ->
         run = capture.capture_step(step, model, [], warmup=3)
         with pytest.warns(UserWarning, match="this cannot be recorded") if breaks else nullcontext():
             losses = [plain_call(run, inputs(index, rank)) for index in range(4 if breaks else 3)]
-        assert not context_of(model).pool.is_plan_held
+        assert not context_of(model).lane.pool.is_plan_held
         if not breaks:
             losses.append(step(inputs(3, rank)))
         losses += [step(inputs(index, rank)) for index in range(4, 6)]

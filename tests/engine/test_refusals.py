@@ -200,7 +200,7 @@ def passes_without_backward_leave_no_record(rank: int, world: int) -> None:
     """Evaluation, and steps that are like the last one, change neither the plan nor the memory behind it."""
     model = sharded_chain()
     optimizer = adamw(model)
-    pool = context_of(model).pool
+    pool = context_of(model).lane.pool
     with torch.no_grad():
         for step in range(3):
             model(inputs(step, rank))

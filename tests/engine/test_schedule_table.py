@@ -44,10 +44,10 @@ def test_it_knows_what_followed_last_time(passes: list[tuple[list[int], list[int
             assert schedule.last_of_forward == forward[-1]
             backwards.append([])
             for unit in backward:
-                schedule.note_backward(unit)
+                following = schedule.note_backward(unit)
                 backwards[-1].append(unit)
                 if unit in followers(backwards):
-                    assert schedule.next_backward(unit) == followers(backwards)[unit]
+                    assert following == followers(backwards)[unit]
             schedule.end_backward()
         else:
             schedule.forget_pass()  # as a step of the optimizer does
@@ -57,4 +57,5 @@ def test_the_first_backward_goes_the_way_back() -> None:
     schedule = Schedule()
     for unit in (0, 1, 2):
         schedule.note_forward(unit)
-    assert [schedule.next_backward(unit) for unit in (2, 1, 0)] == [1, 0, None]
+    schedule.begin_backward()
+    assert [schedule.note_backward(unit) for unit in (2, 1, 0)] == [1, 0, None]

@@ -277,7 +277,7 @@ def followed_weights_are_resharded_after_forward_and_backward(rank: int, world: 
             assert not any(one.present for one in weights)
         optimizer.step()
         optimizer.zero_grad()
-    assert not context(model).pool.allocated_bytes - context(model).units[-1].full_bytes
+    assert not context(model).lane.pool.allocated_bytes - context(model).units[-1].full_bytes
 
 
 def memory_of_followed_weights_is_freed_with_every_reshard(rank: int, world: int) -> None:
@@ -323,7 +323,7 @@ def what_no_optimizer_steps_does_not_stay(rank: int, world: int) -> None:
             assert not any(
                 weights.present or weights.stays for unit in context(judge).units for weights in unit.weights
             )
-            assert context(judge).pool.allocated_bytes == context(judge).pool.fixed_bytes, (make, frozen)
+            assert context(judge).lane.pool.allocated_bytes == context(judge).lane.pool.fixed_bytes, (make, frozen)
 
 
 def a_graph_that_waits_keeps_what_no_optimizer_steps(rank: int, world: int) -> None:
@@ -423,7 +423,7 @@ def a_forward_that_raises_leaves_nothing_in_memory(rank: int, world: int) -> Non
     model[2].b.register_forward_pre_hook(_fail)
     with pytest.raises(ValueError, match="out of memory"):
         model(batch(0, rank))
-    assert context(model).pool.allocated_bytes == 0
+    assert context(model).lane.pool.allocated_bytes == 0
 
 
 def _fail(*_: Any) -> None:
@@ -462,7 +462,7 @@ def a_write_to_a_parameter_of_a_unit_whose_memory_stays_is_refused(rank: int, wo
 def a_model_may_be_unsharded_while_something_kept_refers_to_its_weights(rank: int, world: int) -> None:
     torch.manual_seed(0)
     expected, model, rows = Net(), sharded(), batch(0, rank)
-    pool = context(model).pool
+    pool = context(model).lane.pool
     loss = feature_alone(model, rows, LAST)
     assert pool.allocated_bytes > context(model).units[-1].full_bytes
     unshard_model(model)

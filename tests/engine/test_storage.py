@@ -125,7 +125,7 @@ def addresses_never_change_after_the_first_step(rank, world):
         model = sharded_chain(sharding=sharding)
         optimizer = adamw(model)
         train(model, optimizer, [0], rank)
-        pool = context(model).pool
+        pool = context(model).lane.pool
         fixed = pool.fixed_bytes
         if world > 1 and sharding == "optim_grads_params":
             assert fixed > 0, "one training step is enough for the plan"
@@ -144,7 +144,7 @@ def addresses_never_change_after_the_first_step(rank, world):
 def slots_are_there_before_hooks_of_gradients_run(rank, world):
     """Hooks step optimizers, whose state is to find the memory that the first step no longer needs."""
     model, seen = sharded_chain(), []
-    pool = context(model).pool
+    pool = context(model).lane.pool
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda _: seen.append(pool.fixed_bytes))
     loss_of(model, inputs(0, rank)).backward()
@@ -290,8 +290,8 @@ def dynamic_storage_holds_nothing_between_steps(rank, world):
     optimizer = adamw(model)
     for step in range(3):
         train(model, optimizer, [step], rank)
-        assert context(model).pool.allocated_bytes == 0
-        assert context(model).pool.fixed_bytes == 0
+        assert context(model).lane.pool.allocated_bytes == 0
+        assert context(model).lane.pool.fixed_bytes == 0
 
 
 def two_models_in_one_loop_do_not_meet(rank, world):
@@ -324,7 +324,7 @@ def a_sharded_model_may_become_part_of_another_after_training(rank, world):
     outer = fully_shard(nn.Sequential(nn.Linear(DIM, DIM), inner))
     train(outer, adamw(outer), range(3), rank)
     assert context(outer) is context(inner)
-    assert context(outer).pool.fixed_bytes > 0
+    assert context(outer).lane.pool.fixed_bytes > 0
 
 
 class Recorded:
@@ -336,7 +336,7 @@ def a_held_plan_outlasts_a_step_in_another_order(rank, world):
     optimizers = adamw(model), adamw(other)
     for one, optimizer in zip((model, other), optimizers, strict=True):
         train(one, optimizer, range(3), rank)
-    pool, recorded = context(model).pool, Recorded()
+    pool, recorded = context(model).lane.pool, Recorded()
     pool.hold_plan(recorded)
     slots = list(pool._fixed)
     addresses, sizes = [slot.address for slot in slots], [slot.allocated_bytes for slot in slots]

@@ -221,7 +221,7 @@ def zero_2_needs_no_more_than_zero_1(rank: int, world: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
         persistent = sum(unit.main_bytes + unit.held_bytes + unit.gradient_bytes for unit in units(model))
-        needed[strategy] = persistent + model._mfsdp_unit.context.pool.allocated_bytes
+        needed[strategy] = persistent + model._mfsdp_unit.context.lane.pool.allocated_bytes
     assert needed["optim_grads_params"] < needed["optim_grads"] <= needed["optim"], needed
 
 

@@ -119,7 +119,7 @@ def a_model_that_is_dropped_writes_nothing_any_more(rank, world):
         context = context_of(model)
         torch.cuda.synchronize()
         dist.barrier()
-        with torch.cuda.stream(context.streams.gather):
+        with torch.cuda.stream(context.lane.streams.gather):
             torch.cuda._sleep(1_000_000_000)  # cycles, about half a second
         gathers, groups = context.lane.started, [group for unit in context.units for group in unit.groups]
         memory = [segment for group in groups for plane in group.weights.shards for segment in plane.segments]
@@ -153,7 +153,7 @@ def memory_is_sharded_and_freed(rank, world):
     _train(model, optimizer, rank, world)
     total = sum(unit.num_parameters for unit in units(model))
     # fp32 main weight, gradient and two moments, and the fixed slots; a little for norms and the allocator's rounding.
-    expected = total / world * (4 + 4 + 8) + context_of(model).pool.allocated_bytes
+    expected = total / world * (4 + 4 + 8) + context_of(model).lane.pool.allocated_bytes
     used = _requested_bytes() - before
     assert used < 1.1 * expected + 2**20, (used, expected)
     del model, optimizer

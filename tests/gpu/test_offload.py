@@ -113,7 +113,7 @@ def only_the_compute_shard_stays_on_the_device(rank, world):
             optimizer.zero_grad()
     with torch.no_grad():
         model(batch(0, ROWS)[0].cuda())  # gives the gradients' memory back
-    expected = 2 * total / world + context_of(model).pool.allocated_bytes
+    expected = 2 * total / world + context_of(model).lane.pool.allocated_bytes
     used = _requested_bytes() - before
     assert used < 1.1 * expected + 2**20, (used, expected)
     state = sum(

@@ -173,10 +173,8 @@ def fully_shard(
         pooled=storage == "pooled",
         symmetric=symmetric_memory,
         zeros_unused=unused_parameters == "zero",
+        ignored={id(parameter): weakref.ref(parameter) for parameter in whole.parameters() if id(parameter) in ignored},
     )
-    context.ignored = {
-        id(parameter): weakref.ref(parameter) for parameter in whole.parameters() if id(parameter) in ignored
-    }
     _join(whole, unit, context)
     _borrow(unit, borrowed)
     unit.hook_inside()
@@ -356,7 +354,6 @@ def _join(module: nn.Module, unit: Unit, context: Context) -> None:
         nested.unhook_inside()  # only the outermost unit shows its parameters in modules inside
         refuse_other_mesh(nested, context)
         context.take_over(nested)
-        context.add(nested)
     context.add(unit)
 
 

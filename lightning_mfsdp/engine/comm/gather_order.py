@@ -198,6 +198,9 @@ class GatherOrder:
         rank: Index of this one in them.
         store: The store that they share; `None`: nothing is checked.
         place: Prefix of the keys, the same on all ranks.
+        expects: What this rank expects of its first steps: of each, gathers and reductions until the end of its backward.
+        has_reductions: Whether reductions are recorded, too.
+        others: All orders of this process, this one among them.
         still_s: Seconds after which a waiting rank checks on the others.
         heard_s: Maximum seconds that a rank waits for the others to read why it ends.
 
@@ -205,7 +208,7 @@ class GatherOrder:
         is_on: Whether there are other ranks.
         has_reductions: Whether reductions are recorded, too.
         asked: How often ranks were queried, for inspection.
-        expects: What this rank expects of its first steps: of each, gathers and reductions until the end of its backward.
+        expects: As given.
     """
 
     def __init__(
@@ -214,15 +217,18 @@ class GatherOrder:
         rank: int,
         store: compat.Store | None,
         place: str,
+        expects: Callable[[], Sequence[Sequence[Event]]] = list,
         *,
+        has_reductions: bool = False,
+        others: Callable[[], list[GatherOrder]] = list,
         still_s: float = _STILL_S,
         heard_s: float = _HEARD_S,
     ) -> None:
         self.is_on = len(ranks) > 1 and store is not None
-        self.has_reductions = False
+        self.has_reductions = has_reductions
         self.asked = 0
-        self.expects: Callable[[], Sequence[Sequence[Event]]] = list
-        self._others: Callable[[], list[GatherOrder]] = list  # of this process
+        self.expects = expects
+        self._others = others
         self._ranks, self._rank, self._place = ranks, rank, place
         self._store = store
         self._still_s, self._heard_s = still_s, heard_s
@@ -235,17 +241,16 @@ class GatherOrder:
         self._peer_error = ""
 
     @classmethod
-    def over(cls, axis: Axis, device: torch.device) -> GatherOrder:
+    def over(cls, axis: Axis, device: torch.device, expects: Callable[[], Sequence[Sequence[Event]]]) -> GatherOrder:
         """Create the order for the weights of a new root. All ranks of an axis create theirs in the same order.
 
         Where calls wait for other ranks (gloo), the order of gathers and reductions between each other counts as well. Where calls queue on
         a device, reductions have a communicator of their own.
         """
         if axis.size == 1 or not compat.carries_data(axis.group):
-            return cls([axis.rank], 0, None, "")
-        order = kept(("gather order",), _Watch).order(dist.get_process_group_ranks(axis.group), axis.rank)
-        order.has_reductions = not compat.uses_nccl(axis.group, device)
-        return order
+            return cls([axis.rank], 0, None, "", expects)
+        ranks, has_reductions = dist.get_process_group_ranks(axis.group), not compat.uses_nccl(axis.group, device)
+        return kept(("gather order",), _Watch).order(ranks, axis.rank, expects, has_reductions=has_reductions)
 
     def note(self, number: int, name: str, kind: int) -> None:
         """This rank is about to gather a group, or to reduce its gradients.
@@ -423,14 +428,18 @@ class _Watch:
         arguments = (weakref.ref(self), weakref.ref(world))
         threading.Thread(target=_run, args=arguments, name="mfsdp-gathers", daemon=True).start()
 
-    def order(self, ranks: list[int], rank: int) -> GatherOrder:
+    def order(
+        self, ranks: list[int], rank: int, expects: Callable[[], Sequence[Sequence[Event]]], *, has_reductions: bool
+    ) -> GatherOrder:
         members, key = tuple(ranks), f"mfsdp/gathers/{hash(tuple(ranks))}"
         if members not in self._sessions:  # a store may outlive a process group, and have keys of the previous one
             self._sessions[members] = (self._store.add(key, 1) - 1) // len(ranks)
         number = self._num_orders[members] = self._num_orders.get(members, 0) + 1
-        created = GatherOrder(ranks, rank, self._store, f"{key}/{self._sessions[members]}/{number}")
+        place = f"{key}/{self._sessions[members]}/{number}"
+        created = GatherOrder(
+            ranks, rank, self._store, place, expects, has_reductions=has_reductions, others=self._living
+        )
         self._orders = [*(reference for reference in self._orders if reference() is not None), weakref.ref(created)]
-        created._others = self._living
         return created
 
     def _living(self) -> list[GatherOrder]:

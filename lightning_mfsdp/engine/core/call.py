@@ -226,7 +226,7 @@ def _attach_one(
         unit = this()
         if unit is not None:
             unit.reshard()
-            unit.context.note_writes()
+            unit.context.writes.look()
 
     def weights_changed(*_: Any) -> None:
         unit = this()

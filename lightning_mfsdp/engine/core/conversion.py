@@ -233,7 +233,7 @@ def _brought_to_rest(units: list[Unit]) -> list[Context]:
     """The contexts that the units belong to, once nothing is gathered or waited for."""
     contexts = list({id(unit.context): unit.context for unit in units}.values())
     for context in contexts:
-        if context.in_backward:
+        if context.backward.is_noticed:
             context.recover()  # from one that raised
     for unit in units:
         unit.forget_graphs()

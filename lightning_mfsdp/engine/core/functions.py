@@ -72,7 +72,7 @@ def unshard(module: nn.Module, *, writeback: bool = False) -> Iterator[None]:
     wanted: dict[ParameterGroup, list[int]] = {}
     for unit in units_in(module):
         unit.reshard()
-        unit.context.note_writes()
+        unit.context.writes.look()
         for group in unit.all_groups:
             inside = [any(id(table) in tables for table, _ in entry.sites) for entry in group.entries]
             if any(inside):
@@ -139,7 +139,7 @@ def gather_root(module: nn.Module) -> Iterator[None]:
     """
     unit = _unit(module, "gather_root")
     context = unit.context
-    before = context.backwards_finished
+    before = context.backward.num_ended
     unit.enter(shows=False)
     unit.keeps_unsharded = True
     try:
@@ -151,7 +151,7 @@ def gather_root(module: nn.Module) -> Iterator[None]:
     unit.keeps_unsharded = False
     if torch.is_grad_enabled():
         unit.step_buffers = [weights.buffer for weights in unit.weights]
-    if context.backwards_finished != before:
+    if context.backward.num_ended != before:
         unit.reshard()
     else:
         unit.leave()
@@ -221,7 +221,7 @@ def record_ranges(module: nn.Module, enabled: bool = True) -> None:
 
     Off by default. `torch.profiler` shows the ranges; so does Nsight Systems under `torch.autograd.profiler.emit_nvtx()`.
     """
-    context_of(module).ranges.enabled = enabled
+    context_of(module).lane.ranges.enabled = enabled
 
 
 _MOVED_ON = re.compile(r"\[[^\[\]]*\[([\d, ]*)\]\].* is at version (\d+); expected version (\d+)")

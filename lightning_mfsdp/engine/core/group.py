@@ -270,13 +270,13 @@ class ParameterGroup:
         if (context := self.root()) is None:
             return 0
         if weights:
-            context.note_writes()
-        return context.weight_writes if weights else context.gradient_writes
+            context.writes.look()
+        return context.writes.weights if weights else context.writes.gradients
 
     def note_write(self, *, weights: bool = True) -> None:
         """Note that main weights may have been written, or that gradients were: forward must read the new values."""
         if (context := self.root()) is not None:
-            context.rows_written(self, weights=weights)
+            context.writes.to_rows(self, of_weights=weights)
 
     def outdate_graphs(self, index: int) -> None:
         """Note that a main weight was written: a graph that saved the unsharded parameter raises."""
@@ -284,7 +284,7 @@ class ParameterGroup:
         self.weights.versions.outdate([index])
 
     def reduce_held_back(self) -> None:
-        """As `Root.reduce_held_back`, if anything of this group waits. Collective if so."""
+        """As `Context.reduce_held_back`, if anything of this group waits. Collective if so."""
         gradients = self.gradients
         if (gradients.held_back is not Sync.ALL or gradients.has_news) and (context := self.root()) is not None:
             context.reduce_held_back()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -21,11 +22,13 @@ class Schedule:
 
     Attributes:
         ran: Units whose forward ran in this pass, in the order in which they first did.
+        trace: What repeats the step that is running, if other ranks will repeat its gathers (step_trace.py).
         last_of_forward: The unit that ended the forward before the last backward: that backward needs it first.
     """
 
     def __init__(self) -> None:
         self.ran: list[int] = []
+        self.trace: list[Callable[[], object]] | None = None
         self.last_of_forward: int | None = None
         self._latest: int | None = None  # the last unit whose forward began in this pass
         self._latest_backward: int | None = None  # the last unit whose backward began in this one
@@ -48,20 +51,21 @@ class Schedule:
         self._latest = unit
         return begins
 
-    def note_backward(self, unit: int) -> None:
-        """The backward of a call begins."""
+    def note_backward(self, unit: int) -> int | None:
+        """The backward of a call begins.
+
+        Returns:
+            The unit whose backward began after this one's last time; the first time, the unit that ran before it.
+        """
         if self._latest_backward is not None and self._latest_backward != unit:
             self._after_in_backward[self._latest_backward] = unit
         self._latest_backward = unit
+        following = self._after_in_backward.get(unit)
+        return self._before.get(unit) if following is None else following
 
     def next_forward(self, unit: int) -> int | None:
         """The unit that ran after this one last time."""
         return self._after.get(unit)
-
-    def next_backward(self, unit: int) -> int | None:
-        """The unit whose backward began after this one's last time; the first time, the unit that ran before it."""
-        following = self._after_in_backward.get(unit)
-        return self._before.get(unit) if following is None else following
 
     def begin_backward(self) -> None:
         """A backward begins: the pass is over."""
@@ -75,6 +79,15 @@ class Schedule:
         """A backward has ended, or will not continue."""
         self.forget_pass()
         self._latest_backward = None
+
+    @contextmanager
+    def traced(self) -> Iterator[list[Callable[[], object]]]:
+        """Inside, what begins and ends is recorded, each as a function that repeats it. For steps without a backward."""
+        self.trace = trace = list[Callable[[], object]]()
+        try:
+            yield trace
+        finally:
+            self.trace = None
 
 
 def expected_steps(units: Sequence[Unit], *, has_reductions: bool) -> list[list[Event]]:

@@ -195,8 +195,9 @@ class ShardedTensor(DTensor):
         """The class of the optimizer whose own code works on such tensors now; empty where none does, closures included."""
         group = self._owner[0]()
         context = None if group is None else group.root()
-        own_code = None if context is None or context.own_code is None else context.own_code()
-        return "" if own_code is None else own_code.name
+        own_code = None if context is None else context.optimizers.own_code
+        running = None if own_code is None else own_code()
+        return "" if running is None else running.name
 
     @property
     def is_divided(self) -> bool:

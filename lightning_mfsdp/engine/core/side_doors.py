@@ -240,7 +240,7 @@ def _gathered(unit: Unit | None, saved: _SavedWeight) -> Tensor:
     context = unit.context
     if compat.backward_task() != -1:
         context.begin_backward()
-    if context.needs_refresh:
+    if context.writes.needs_refresh:
         context.refresh()
     if saved.values.version_of(saved.number) != saved.version:
         raise EngineStateError(

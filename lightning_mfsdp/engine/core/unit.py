@@ -119,6 +119,10 @@ class Unit:
         self._inside: list[RemovableHandle] = []  # hooks of modules that are called by themselves
         self.undo: list[Callable[[], None]] = [hook.remove for hook in attach(self, modules)]
 
+    def join(self, context: Context, number: int) -> None:
+        """Belong to a root from now on, as one of several units."""
+        self.context, self.number = context, number
+
     def rename(self, names: Sequence[str]) -> None:
         """Take the full name inside a root; `names` are those of its modules."""
         self.name = name = names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
@@ -202,7 +206,7 @@ class Unit:
             ahead: They are not read yet; see `Weights.unshard`.
             for_backward: Gather what a backward reads, not what a forward reads.
         """
-        if self.context.needs_refresh:
+        if self.context.writes.needs_refresh:
             self.context.refresh()
         if buffers is None:
             for weights in self.weights:
@@ -265,8 +269,8 @@ class Unit:
             return
         self.shown.now, self.shown.by = False, None
         if self.uses_weights:
-            if self.context.trace is not None:
-                self.context.trace.append(self.reshard)
+            if self.context.schedule.trace is not None:
+                self.context.schedule.trace.append(self.reshard)
             self._end_lease()
         for weights in self.weights:
             if not weights.leases:
@@ -347,8 +351,8 @@ class Unit:
         else:
             following = context.note_forward(self)
             self.unshard()
-        if context.trace is not None:
-            context.trace.append(self.enter)
+        if context.schedule.trace is not None:
+            context.schedule.trace.append(self.enter)
         if shows:
             self.register()
         else:
@@ -552,7 +556,7 @@ class Unit:
             return Call()
         if not self.recomputations.expected:
             return None
-        if compat.backward_task() != self.context.outermost_task or any(
+        if compat.backward_task() != self.context.backward.task or any(
             group.gradients.are_due() for group in self.groups
         ):
             self._has_another_backward = True
@@ -615,7 +619,7 @@ class Unit:
         self.recomputations.end_backward(keeps_graph=keeps_graph)
         if not (keeps_graph or self._waiting):  # no step tells of graphs of what is frozen, or not known to be stepped
             for group in self.groups:
-                if group.weights.stays and not (self.is_trainable and self.context.has_optimizer):
+                if group.weights.stays and not (self.is_trainable and self.context.optimizers.hold_all):
                     group.weights.let_go()
         if not self._open_calls:  # otherwise the backward ran inside its forward, which goes on
             self.unregister() if self.hidden else self.reshard()

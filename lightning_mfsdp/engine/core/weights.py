@@ -81,6 +81,15 @@ class GatherLane:
     weights_ready: Event = None
     started: int = 0
 
+    def note_written(self) -> None:
+        """Work that writes main weights or compute shards was issued on the current stream: gathers wait for it."""
+        self.weights_ready = self.streams.record()
+
+    def forget_events(self) -> None:
+        """All work is done: no gather has to wait for it."""
+        self.weights_ready = None
+        self.pool.forget_events()
+
 
 _READ_BY_FORWARD = 1  # the first of the forms that a codec keeps; the last one is read by backward
 
@@ -597,7 +606,7 @@ class Weights:
                 else:
                     rows.copy_(torch.where(rows.to(own.dtype) == own, rows, own.to(rows.dtype)))
         self.forget_writes()
-        self._lane.weights_ready = self._lane.streams.record()
+        self._lane.note_written()
 
     def _where_it_belongs(self, index: int) -> Tensor:
         """The value that a parameter holds now, in the memory it was pointed at before its `data` was set."""

@@ -135,7 +135,7 @@ def _write(weight: Tensor | None, left: Tensor, right: Tensor) -> bool:
     if weight is None or place is None or context is None or torch.is_grad_enabled() or not compat.accumulates(weight):
         return False
     group, index = place
-    if not (context.in_backward and group.entries[index].is_trained):
+    if not (context.backward.is_noticed and group.entries[index].is_trained):
         return False
     writes = context.reductions.writes(group)
     if writes is None:

@@ -197,7 +197,7 @@ class GradientWatch:
             torch.maximum(first, torch.where(is_bad, is_nan + (microbatch | rank << 1), 0), out=first)
         self._largest.zero_()
         self._microbatch += 1
-        self._backwards = self._context.backwards_finished
+        self._backwards = self._context.backward.num_ended
 
     @torch.no_grad()
     def submit(self, parameters: Iterable[Tensor] | None = None, *, step: int = 0) -> None:
@@ -207,7 +207,7 @@ class GradientWatch:
             parameters: Those that an optimizer is about to step, as it holds them. `None`: all.
             step: For the report.
         """
-        if self._backwards != self._context.backwards_finished:
+        if self._backwards != self._context.backward.num_ended:
             self.end_backward()
         flags = self._flags(parameters)
         table = torch.cat([self._first.view(-1), flags.long()])
@@ -215,7 +215,7 @@ class GradientWatch:
             dist.all_reduce(table, op=dist.ReduceOp.MAX, group=axis.group)
         host = self._host_table(table)
         host.copy_(table, non_blocking=True)
-        self._pending.append(_Pending(step, self._places, host, self._context.streams.record()))
+        self._pending.append(_Pending(step, self._places, host, self._context.lane.streams.record()))
         # What is held back is part of a later step, and so is what was seen of it.
         self._is_checked = not any(gradients.is_accumulating for gradients in self._context.gradients)
 

@@ -131,7 +131,7 @@ class MemoryTimeline:
         device = self._context.device
         groups = [group for unit_inside in units_in(self._module) for group in unit_inside.groups]
         on_device = [group for group in groups if all(part.device == device for part in group.main.segments)]
-        unsharded = self._context.pool.allocated_bytes
+        unsharded = self._context.lane.pool.allocated_bytes
         counts = device.type == "cuda"
         taken = MemorySample(
             unit=unit,

@@ -20,8 +20,8 @@ __all__ = ["StepTrace", "note_collective", "traced_step"]
 class StepTrace:
     """What was done in a step: units that began and resharded, and collectives of modules."""
 
-    def __init__(self) -> None:
-        self.events: list[Callable[[], object]] = []
+    def __init__(self, events: list[Callable[[], object]]) -> None:
+        self.events = events
 
     def repeat(self) -> None:
         """Repeat it. Collective: the other ranks issue the same calls by running the step."""
@@ -38,17 +38,12 @@ def note_collective(parameter: Tensor, again: Callable[[], object]) -> None:
     """
     owned = owner_of(parameter)
     context = owned[0].root() if owned is not None else None
-    if context is not None and context.trace is not None:
-        context.trace.append(again)
+    if context is not None and context.schedule.trace is not None:
+        context.schedule.trace.append(again)
 
 
 @contextmanager
 def traced_step(module: nn.Module) -> Iterator[StepTrace]:
     """Record what happens inside to the units of `module`'s root. For steps without a backward."""
-    context = context_of(module)
-    trace = StepTrace()
-    context.trace = trace.events
-    try:
-        yield trace
-    finally:
-        context.trace = None
+    with context_of(module).schedule.traced() as events:
+        yield StepTrace(events)

@@ -32,11 +32,12 @@ from torch.optim import Optimizer
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.containers import are_same
 from lightning_mfsdp.base.errors import ShardingError
-from lightning_mfsdp.engine.core.context import Context, OwnCode
+from lightning_mfsdp.engine.core.context import Context
 from lightning_mfsdp.engine.core.conversion import refuse_moved
 from lightning_mfsdp.engine.core.group import ParameterGroup, as_local, as_sharded, owner_of
 from lightning_mfsdp.engine.core.parameter import Entry
 from lightning_mfsdp.engine.core.rows import sharded_axes
+from lightning_mfsdp.engine.core.writes import OwnCode
 from lightning_mfsdp.engine.optimizer.driver import OptimizerDriver, OptimizerSupport
 from lightning_mfsdp.engine.optimizer.local_rows import LocalRowsOptimizer
 from lightning_mfsdp.engine.optimizer.norm import GradientPlaces
@@ -209,9 +210,9 @@ class _ShardedStep:
         self._may_assign = local and not (hides_rows and type(optimizer) in ELEMENTWISE_OPTIMIZERS)
         for group, entries in entries_by_group.items():
             if (context := group.root()) is not None:
-                context.track(entries)
+                context.optimizers.track(entries)
                 if self._is_watched:
-                    context.watch(group, rows_are_held=self._may_assign)
+                    context.writes.watch(group, rows_are_held=self._may_assign)
         self._groups = [
             (weakref.ref(group), [group.entries.index(entry) for entry in entries])
             for group, entries in entries_by_group.items()
@@ -267,9 +268,8 @@ class _ShardedStep:
             is_whole = driver.end(optimizer) and is_whole
         if is_whole:
             self._held.end(optimizer)
-            self._note_own_code(None)
             for root in self._running_in:
-                root.unfinished_steps.remove(weakref.WeakMethod(self.finish))
+                root.optimizers.end(weakref.WeakMethod(self.finish))
             self._running_in, self._own_code = [], None
             if self._is_due:
                 self._is_due = False
@@ -345,13 +345,13 @@ class _ShardedStep:
         if not self._running_in:
             self._optimizer, self._running_in = weakref.ref(optimizer), list(roots)
             for root in roots:
-                root.unfinished_steps.append(weakref.WeakMethod(self.finish))
+                root.optimizers.begin(weakref.WeakMethod(self.finish))
         self._note_own_code(own_code)
 
     def _note_own_code(self, own_code: OwnCode | None) -> None:
         """Note which optimizer's own code works on sharded tensors."""
         for root in self._running_in:
-            root.own_code = None if own_code is None else weakref.ref(own_code)
+            root.optimizers.works_on_tensors(own_code)
 
     def finish(self) -> None:
         """The optimizer's own code has raised."""

@@ -103,7 +103,7 @@ class CapturedStep(Recording):
         self.failure = "closed"
         self._end()
         self._replayable, self._outputs, self._inputs = None, None, None
-        self._context.pool.let_go_of_plan(self)
+        self._context.lane.pool.let_go_of_plan(self)
         for main in self._written:
             main.pin(False)
         self._written = []

@@ -140,7 +140,7 @@ class CapturedLoss(Recording):
     def _forget(self) -> None:
         """Release both graphs and what they wrote. NCCL waits at the destruction of a process group for every graph that uses it."""
         self._forward, self._backward, self._outputs, self._inputs, self._awaited = None, None, None, None, None
-        self._context.pool.let_go_of_plan(self)
+        self._context.lane.pool.let_go_of_plan(self)
         self._shown, self._shown_whole = [], []
         self._loss = self._gradient = torch.empty(0, device="cpu")
 
@@ -165,7 +165,7 @@ class CapturedLoss(Recording):
                 watch_backward(self._module, loss)
                 self._gradient = torch.ones_like(loss)
                 with self._graph(backward, forward.pool()):
-                    self._context.lane.weights_ready = self._context.streams.record()  # captures the gather stream
+                    self._context.lane.note_written()  # captures the gather stream
                     torch.autograd.backward(loss, self._gradient)
                 # The gradients that the backward has left, and where: a replay shows the same ones.
                 self._shown = [(local, local.grad) for local in self._locals() if local.grad is not None]

@@ -55,7 +55,7 @@ class Recording:
         if warmup < 3:
             raise EngineStateError(f"{caller}: expected warmup of at least 3 calls, got {warmup}")
         self._context.reductions.recordings += 1
-        self._context.order.stop()  # a replay queries no rank, and a rank whose call does not fit the graph runs it eagerly
+        self._context.lane.order.stop()  # a replay queries no rank, and a rank whose call does not fit the graph runs it eagerly
         self._is_open = True
         self._remaining = warmup
         self._module = module
@@ -92,7 +92,7 @@ class Recording:
         self._state = self._described_state()
         torch.cuda.synchronize(device)
         context.forget_events()
-        context.pool.hold_plan(self)
+        context.lane.pool.hold_plan(self)
         context.weights_changed()
         gc.collect()
         torch.cuda.empty_cache()
@@ -127,7 +127,7 @@ class Recording:
     def _drop(self) -> None:
         """Forget a recording that was not completed."""
         self._inputs = None
-        self._context.pool.let_go_of_plan(self)
+        self._context.lane.pool.let_go_of_plan(self)
         self._context.forget_events()  # a broken recording's events never complete
         self._context.recover()
         self._context.forget_events()
@@ -219,7 +219,7 @@ def _capturable_context(caller: str, module: nn.Module) -> Context:
         raise EngineStateError(
             f"{caller}: {type(module).__name__} is on {context.device.type}; CUDA graphs need parameters on cuda. Call the step as it is"
         )
-    if not context.pool.pooled:
+    if not context.lane.pool.pooled:
         raise EngineStateError(
             f'{caller}: expected fixed addresses of gathered weights, got storage="dynamic"; pass storage="pooled" to fully_shard'
         )
