@@ -74,8 +74,8 @@ MENDS = (
         "            if local.numel() and is_reduced and index not in undecided:",
     ),
     Mend("11b frozen", "core/reduction_schedule.py", " or group.gradients.held", ""),
-    Mend("11c", "core/unit.py", "            self.hidden += 1\n", "            pass\n"),
-    Mend("11d", "core/call.py", "            self.expected += 1\n", "            pass\n"),
+    Mend("11c", "core/calls.py", "        self.hidden += 1\n", "        pass\n"),
+    Mend("11d", "core/calls.py", "            self.expected += 1\n", "            pass\n"),
     Mend(
         "11e",
         "core/versions.py",

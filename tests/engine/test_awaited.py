@@ -665,7 +665,7 @@ def a_hidden_result_waits_while_other_units_go_back(rank, world):
     for key, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad.full_tensor(), plain.get_parameter(key).grad, rtol=1e-4, atol=1e-5)
     fully_shard_optimizer(torch.optim.SGD(model.parameters())).step()
-    assert not any(unit.hidden or unit.uses_weights for unit in context(model).units)
+    assert not any(unit.calls.hidden or unit.uses_weights for unit in context(model).units)
 
 
 class Around(nn.Module):

@@ -124,7 +124,13 @@ HOT = (
     ),
     *("engine/core/buffer", "engine/core/storage", "engine/optimizer/adopt", "engine/optimizer/norm"),
     *("engine/core/group", "engine/core/gradients", "engine/core/weights"),
-    *("engine/core/call", "engine/core/context", "engine/core/reduction_schedule", "engine/core/unit"),
+    *(
+        "engine/core/call",
+        "engine/core/calls",
+        "engine/core/context",
+        "engine/core/reduction_schedule",
+        "engine/core/unit",
+    ),
 )
 
 

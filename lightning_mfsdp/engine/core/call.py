@@ -38,7 +38,6 @@ __all__ = [
     "GroupedModules",
     "Hook",
     "Inputs",
-    "Recomputations",
     "Shown",
     "attach",
     "attach_inside",
@@ -50,6 +49,7 @@ __all__ = [
 ]
 
 Hook = Callable[[Any], None]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Call:
@@ -78,14 +78,92 @@ class Call:
         "is_recomputed",
     )
 
-    def __init__(self, *, is_recomputed: bool = False) -> None:
+    def __init__(self, *, is_recomputed: bool = False, in_transform: bool = False) -> None:
         self.buffers: list[Slot | None] | None = None
         self.ended_in = -1
-        self.is_recomputed = is_recomputed
+        self.is_recomputed, self.in_transform = is_recomputed, in_transform
         self.following: saved_tensors_hooks | None = None
-        self.is_followed = self.in_transform = False
+        self.is_followed = False
         self.given: set[int] = set()
         self.inputs: Inputs | None = None
+
+    def follow(self, packing: saved_tensors_hooks | None) -> bool:
+        """A module of the unit runs, and hooks pack what is saved, where they can be put around it. Returns whether they are."""
+        self.following = packing
+        if packing is not None:
+            self.is_followed = True
+        return packing is not None
+
+    def end_following(self) -> None:
+        """The module has run."""
+        if self.following is not None:
+            self.following.__exit__()
+            self.following = None
+
+    def fail(self) -> None:
+        """Its forward has raised: hooks of the inputs hold the call, and it would hold the graph."""
+        self.inputs = None
+
+    def read_no_weights(self) -> None:
+        """Its backward reads none."""
+        self.buffers = None
+
+    def watch_inputs(
+        self, unit: Unit, watched: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Arguments:
+        """Have it end when the gradients of these inputs have arrived. Returns arguments with views in place of them."""
+        this = weakref.ref(unit)
+
+        def end(_: Any) -> None:
+            unit = this()
+            if unit is not None:
+                if self.in_transform:
+                    compat.outside_transforms(unit.post_backward, self)
+                else:
+                    unit.post_backward(self)
+
+        if len(watched) == 1 and args and args[0] is watched[0]:  # nearly all calls, at a third of the host time
+            view = watched[0].view_as(watched[0])
+            self.given = {id(view._base)}
+            view.grad_fn.register_prehook(end)
+            return (view, *args[1:]), kwargs
+        # Views of its own: an input shared by many units (an encoder's memory) is finished for each of them separately.
+        views = {id(tensor): tensor.view_as(tensor) for tensor in watched}
+        self.given = {id(view._base) for view in views.values()}
+        if len(views) == 1:
+            next(iter(views.values())).grad_fn.register_prehook(end)  # type: ignore[union-attr]
+        else:
+            self.inputs = _when_all_computed(list(views.values()), end)
+        return map_tensors(lambda tensor: views.get(id(tensor), tensor), (args, kwargs))  # type: ignore[no-any-return]
+
+    def watch_results(self, unit: Unit, results: list[Tensor]) -> None:
+        """Have its backward begin with the first gradient of a result."""
+        inputs, self.inputs = self.inputs, None  # hooks of the inputs hold the call
+        watched = [tensor for tensor in results if tensor.requires_grad]
+        if results and not watched:
+            return
+        self.buffers = [
+            None if not weights.is_sharded or (self.is_followed and weights.client.slot.is_own) else weights.client.slot
+            for weights in unit.weights
+        ]
+        unit.calls.wait_for(self)
+        this = weakref.ref(unit)
+
+        def begin(_: Any) -> None:
+            unit = this()
+            if unit is not None:
+                if self.in_transform:
+                    compat.outside_transforms(unit.pre_backward, self)
+                else:
+                    unit.pre_backward(self)
+
+        for tensor in watched:
+            node = tensor.grad_fn
+            if node is not None:  # a tenth of the host time of a tensor's own hook
+                node.register_prehook(begin if inputs is None else inputs.held_by(begin, node))
+            base = tensor._base  # an in-place write to a view removes the view's own node from the graph
+            if base is not None and base.grad_fn is not None and id(base) not in self.given:
+                base.grad_fn.register_prehook(begin if inputs is None else inputs.held_by(begin, base.grad_fn))
 
 
 class Inputs:
@@ -123,46 +201,7 @@ class Inputs:
         return holding
 
 
-class Recomputations:
-    """Modules of one unit that ran in the forward of an autograd function (reentrant checkpointing), to be recomputed in a backward.
-
-    Each is recomputed in a backward of its own inside the backward, which leaves gradients, and others may follow. Waiting needlessly is
-    safe, it lasts until the backward ends; so what was thrown away counts as long as that is not known.
-
-    Attributes:
-        expected: How many ran and were not recomputed.
-    """
-
-    __slots__ = ("_again", "_new", "expected")
-
-    def __init__(self) -> None:
-        self.expected = 0
-        self._new = 0  # since the last backward
-        self._again = 0  # recomputed in this backward
-
-    def note_run(self) -> None:
-        """A module runs in the forward of an autograd function. One that does so inside a backward did so before it, too."""
-        if compat.backward_task() == -1:
-            self.expected += 1
-            self._new += 1
-
-    def ended(self) -> None:
-        """One was recomputed, and the gradients of its inputs have arrived."""
-        if self.expected:
-            self.expected -= 1
-            self._again += 1
-
-    def end_backward(self, *, keeps_graph: bool) -> None:
-        """With `keeps_graph` those that were recomputed may be so again; what an earlier backward left out was thrown away."""
-        if self.expected or self._again:
-            self.expected = min(self.expected, self._new) + (self._again if keeps_graph else 0)
-        self._new = self._again = 0
-
-
 # -- what hooks use of a unit and of its root --------------------------------------------------------------------------
-
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 UNIT = "_mfsdp_unit"  # where a module stores its unit
@@ -383,9 +422,9 @@ class GroupedModules:
     def post_forward(self, unit: Unit, index: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """After module `index`; also runs when its forward raised, with `output` None."""
         self.busy = False
-        call = unit.open_call
+        call = unit.calls.innermost
         if call is not None and call.following is not None:
-            unit.end_following(call)
+            call.end_following()
         failed = output is None and sys.exc_info()[0] is not None
         if failed or index == self._last or compat.backward_task() != -1 or not unit.is_inside_root:
             self._next = 0
@@ -423,29 +462,7 @@ def begin_call(unit: Unit, call: Call | None, args: tuple[Any, ...], kwargs: dic
     watched = [tensor for tensor in tensors if tensor.requires_grad]
     if call is None or not watched:
         return args, kwargs
-    this = weakref.ref(unit)
-
-    def end(_: Any) -> None:
-        unit = this()
-        if unit is not None:
-            if call.in_transform:
-                compat.outside_transforms(unit.post_backward, call)
-            else:
-                unit.post_backward(call)
-
-    if len(watched) == 1 and args and args[0] is watched[0]:  # nearly all calls, at a third of the host time
-        view = watched[0].view_as(watched[0])
-        call.given = {id(view._base)}
-        view.grad_fn.register_prehook(end)
-        return (view, *args[1:]), kwargs
-    # Views of its own: an input shared by many units (an encoder's memory) is finished for each of them separately.
-    views = {id(tensor): tensor.view_as(tensor) for tensor in watched}
-    call.given = {id(view._base) for view in views.values()}
-    if len(views) == 1:
-        next(iter(views.values())).grad_fn.register_prehook(end)  # type: ignore[union-attr]
-    else:
-        _when_all_computed(call, list(views.values()), end)
-    return map_tensors(lambda tensor: views.get(id(tensor), tensor), (args, kwargs))  # type: ignore[no-any-return]
+    return call.watch_inputs(unit, watched, args, kwargs)
 
 
 def _differs(dtype: torch.dtype, tensors: list[Tensor]) -> bool:
@@ -459,9 +476,10 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def _when_all_computed(call: Call, views: list[Tensor], hook: Hook) -> None:
-    call.inputs = Inputs([view.grad_fn for view in views])
-    these = weakref.ref(call.inputs)
+def _when_all_computed(views: list[Tensor], hook: Hook) -> Inputs:
+    """Have a hook called when the gradients of all views have arrived."""
+    inputs = Inputs([view.grad_fn for view in views])
+    these = weakref.ref(inputs)
 
     def count(gradient: Any) -> None:
         inputs = these()
@@ -470,6 +488,7 @@ def _when_all_computed(call: Call, views: list[Tensor], hook: Hook) -> None:
 
     for view in views:
         view.grad_fn.register_prehook(count)  # type: ignore[union-attr]
+    return inputs
 
 
 def watch_result(unit: Unit, call: Call | None, output: Any) -> list[Tensor]:
@@ -486,34 +505,8 @@ def watch_result(unit: Unit, call: Call | None, output: Any) -> list[Tensor]:
         if tensor.is_leaf or tensor._base is not None:  # otherwise it was computed, so it has memory of its own
             _refuse_own_weights(unit, outputs)
             break
-    if call is None:
-        return outputs
-    inputs, call.inputs = call.inputs, None  # hooks of the inputs hold the call
-    watched = [tensor for tensor in outputs if tensor.requires_grad]
-    if outputs and not watched:
-        return outputs
-    call.buffers = [
-        None if not weights.is_sharded or (call.is_followed and weights.client.slot.is_own) else weights.client.slot
-        for weights in unit.weights
-    ]
-    unit.wait_for(call)
-    this = weakref.ref(unit)
-
-    def begin(_: Any) -> None:
-        unit = this()
-        if unit is not None:
-            if call.in_transform:
-                compat.outside_transforms(unit.pre_backward, call)
-            else:
-                unit.pre_backward(call)
-
-    for tensor in watched:
-        node = tensor.grad_fn
-        if node is not None:  # a tenth of the host time of a tensor's own hook
-            node.register_prehook(begin if inputs is None else inputs.held_by(begin, node))
-        base = tensor._base  # an in-place write to a view removes the view's own node from the graph
-        if base is not None and base.grad_fn is not None and id(base) not in call.given:
-            base.grad_fn.register_prehook(begin if inputs is None else inputs.held_by(begin, base.grad_fn))
+    if call is not None:
+        call.watch_results(unit, outputs)
     return outputs
 
 
@@ -531,12 +524,13 @@ def watch_parameters(unit: Unit) -> None:
         if unit is not None:
             unit.context.begin_backward()
 
-    while unit.parameter_hooks:
-        unit.parameter_hooks.pop().remove()  # a weight has one such node at a time
+    hooks = unit.calls.parameter_hooks
+    while hooks:
+        hooks.pop().remove()  # a weight has one such node at a time
     for group in unit.all_groups:
         for entry in group.entries:
             if entry.full.requires_grad:
-                unit.parameter_hooks.append(compat.accumulator_of(entry.full).register_prehook(begin))
+                hooks.append(compat.accumulator_of(entry.full).register_prehook(begin))
 
 
 def _refuse_own_weights(unit: Unit, outputs: list[Tensor]) -> None:

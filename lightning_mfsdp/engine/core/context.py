@@ -233,7 +233,8 @@ class Context:
             self.interrupt()
         if self.backward.at_end is not None:
             self.recover()
-        if self.schedule.note_forward(unit.number):
+        begins, following = self.schedule.note_forward(unit.number)
+        if begins:
             for group in self.groups:
                 group.gradients.close_main()
             self.optimizers.finish()
@@ -241,7 +242,6 @@ class Context:
                 self.writes.look()
             else:
                 self.writes.outdate(self.groups)
-        following = self.schedule.next_forward(unit.number)
         return None if following is None else self._units[following]()
 
     def note_grouped_modules(self, grouped: GroupedModules | None) -> None:

@@ -64,7 +64,7 @@ class ReductionSchedule:
         self._gather_order = order
         self._order: list[weakref.ref[Unit]] = []  # in which all ranks reduce; empty before the first backward
         self._turn = 0  # index in it of the unit that is reduced next
-        self._done: set[int] = set()  # units whose gradients are complete in this backward, by identity
+        self._done: set[int] = set()  # numbers of units whose gradients are complete in this backward
         self._with_news: list[ParameterGroup] = []  # whose hooks are to run
         self._in_flight: deque[_InFlight] = deque()  # reductions that were issued, and whose buckets have memory
         self._reduced: dict[ParameterGroup, None] = {}  # in this backward, in an order that all ranks share
@@ -107,7 +107,11 @@ class ReductionSchedule:
         """
         order = [units.index(unit) for unit in reversed(ran)]
         order += [index for index in reversed(range(len(units))) if units[index] not in ran]
-        hears = {index for index in order if units[index].notices_end or units[index].recomputations.expected}
+        hears = {
+            index
+            for index in order
+            if units[index].calls.notice_their_end or units[index].calls.recomputations.expected
+        }
         order.sort(key=lambda index: len(units[index].users) > 1 or index not in hears)
         message = [order]
         for axis in mesh.all_axes:
@@ -119,10 +123,10 @@ class ReductionSchedule:
         """A unit's gradients are complete. If it is its turn, reduce it and the units that waited for it."""
         if self.is_idle:
             return
-        self._done.add(id(unit))
+        self._done.add(unit.number)
         while self._turn < len(self._order):
             current = self._order[self._turn]()
-            if current is not None and id(current) not in self._done and current.is_trainable:
+            if current is not None and current.number not in self._done and current.is_trainable:
                 return
             self._turn += 1
             if current is not None:

@@ -36,8 +36,12 @@ class Schedule:
         self._before: dict[int, int] = {}  # which unit ran before each, last time
         self._after_in_backward: dict[int, int] = {}  # whose backward began after that of each, last time
 
-    def note_forward(self, unit: int) -> bool:
-        """A forward begins outside any backward. Returns whether a pass begins with it: it is the first unit, or runs again."""
+    def note_forward(self, unit: int) -> tuple[bool, int | None]:
+        """A forward begins outside any backward.
+
+        Returns:
+            Whether a pass begins with it: it is the first unit, or runs again. And the unit that ran after this one last time.
+        """
         begins = not self.ran or self.ran[0] == unit
         if begins:
             self.ran = [unit]
@@ -49,7 +53,7 @@ class Schedule:
                 self._after[self._latest] = unit
                 self._before[unit] = self._latest
         self._latest = unit
-        return begins
+        return begins, self._after.get(unit)
 
     def note_backward(self, unit: int) -> int | None:
         """The backward of a call begins.
@@ -62,10 +66,6 @@ class Schedule:
         self._latest_backward = unit
         following = self._after_in_backward.get(unit)
         return self._before.get(unit) if following is None else following
-
-    def next_forward(self, unit: int) -> int | None:
-        """The unit that ran after this one last time."""
-        return self._after.get(unit)
 
     def begin_backward(self) -> None:
         """A backward begins: the pass is over."""

@@ -25,7 +25,6 @@ from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.engine.core.call import (
     UNIT,
     Call,
-    Recomputations,
     Shown,
     attach,
     attach_inside,
@@ -34,6 +33,7 @@ from lightning_mfsdp.engine.core.call import (
     watch_parameters,
     watch_result,
 )
+from lightning_mfsdp.engine.core.calls import Calls
 from lightning_mfsdp.engine.core.group import ParameterGroup
 from lightning_mfsdp.engine.core.policy import MixedPrecisionPolicy
 from lightning_mfsdp.engine.core.side_doors import Choice, SideDoors, follow
@@ -68,11 +68,8 @@ class Unit:
         groups: Parameters it owns.
         shared_groups: Groups of other units whose parameters this module shares (tied weights).
         context: Shared by all units of a root.
-        recomputations: Modules that ran without gradients, to be recomputed with them.
         weights: Of the groups that it owns, then of those that it shares.
-        hidden: How many forwards returned no tensors to hook and have not had their backward, as far as known: weights stay. Those that
-            are stepped stay until then.
-        parameter_hooks: Hooks by which gradients of weights show that a backward is running, where it may touch no result.
+        calls: Its forwards that run, and those whose backward may come.
         uses_weights: It holds a lease on each of its weights.
         shown: Whether its modules show unsharded parameters.
         reshard_after_forward: Weights do not stay between forward and backward; "auto": they may, if memory is left (planning.py).
@@ -102,17 +99,9 @@ class Unit:
         self.uses_weights = self.keeps_unsharded = False
         self.shown = Shown()
         self.step_buffers: list[Slot | None] | None = None
-        self.recomputations = Recomputations()
-        self.hidden = 0
-        self._open_calls: list[Call | None] = []  # forwards that are running, innermost last; `None` without gradients
-        self._waiting = 0  # calls whose backward has not ended
-        self._new = 0  # those of them since the last backward
-        self._latest: Call | None = None  # the last call that has results
-        self._running: dict[Call, None] = {}  # calls whose backward has begun and not ended
-        self._has_another_backward = False  # around that of a recomputed forward, which leaves gradients, too
+        self.calls = Calls()
         self._runs_without_gradients = False  # its present forward does, so that nothing of it will be recomputed
         self._is_called_inside = False  # a module of it runs by itself, which opened a call
-        self.parameter_hooks: list[RemovableHandle] = []
         for module in modules:
             module.__dict__[UNIT] = self
         self._modules = [weakref.ref(module) for module in modules]
@@ -187,7 +176,8 @@ class Unit:
         of it: so each call that waits for its backward is waited for, until an optimizer has stepped. Modules of several units that
         share parameters are not asked what they recompute: gradients of these wait for the end.
         """
-        if self._waiting or self.recomputations.expected or self._has_another_backward or len(self.users) > 1:
+        calls, recomputations = self.calls, self.calls.recomputations
+        if calls.waiting or recomputations.expected or recomputations.has_backward_around or len(self.users) > 1:
             return False
         for group in self.groups:  # noqa: SIM110 - as below
             if not group.gradients.are_complete():
@@ -234,7 +224,7 @@ class Unit:
         """Whether unsharded parameters of one of its groups equal the main weights and stay in place until a backward has ended."""
         weights = group.weights
         stays = not weights.is_sharded or (
-            self is self.context.root() and (self.keeps_unsharded or bool(self._open_calls))
+            self is self.context.root() and (self.keeps_unsharded or bool(self.calls.open))
         )
         if not (stays and weights.follows_main):
             return False
@@ -300,10 +290,8 @@ class Unit:
             compat.outside_transforms(self.enter)
         else:
             self.enter()
-        call = self._new_call()
-        if in_transform and call is not None:
-            call.in_transform = True
-        self._open_calls.append(call)
+        call = self._new_call(in_transform)
+        self.calls.open.append(call)
         # In a step its own layers may have computed the inputs (`self(self.pre(x))`), also as an autograd function that recomputes them.
         args, kwargs = begin_call(self, None if self.keeps_unsharded else call, args, kwargs)
         if call is not None and self.side_doors.look_at_hooks(self):
@@ -322,14 +310,11 @@ class Unit:
 
     def follow(self) -> None:
         """Pack the weights that the forward of one of its modules saves, from here on, if there are side doors."""
-        call = self.open_call
-        if call is not None and not call.is_recomputed and self._is_followed:
-            call.following = follow(self)
-            if call.following is not None:
-                call.is_followed = True
-                for weights in self.weights:
-                    if weights.is_sharded:
-                        self.context.lane.pool.exclude_from_plan(weights.client)
+        call = self.calls.innermost
+        if call is not None and not call.is_recomputed and self._is_followed and call.follow(follow(self)):
+            for weights in self.weights:
+                if weights.is_sharded:
+                    self.context.lane.pool.exclude_from_plan(weights.client)
 
     def enter(self, *, shows: bool = True) -> None:
         """Unshard parameters, and prefetch the next unit's.
@@ -345,9 +330,7 @@ class Unit:
             context.interrupt()
             context.begin_backward()  # and not in a backward inside this one, which reentrant checkpointing runs
             # If they are gathered for a backward of this unit already, what is recomputed reads the same.
-            self.unshard(
-                None if self.uses_weights or self._latest is None or not self._waiting else self._latest.buffers
-            )
+            self.unshard(None if self.uses_weights else self.calls.buffers)
         else:
             following = context.note_forward(self)
             self.unshard()
@@ -364,7 +347,7 @@ class Unit:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """A module with parameters of this unit, the outermost one, runs outside the unit's own forward: they are shown while it does."""
-        self._is_called_inside = not (self.keeps_unsharded or self._open_calls)
+        self._is_called_inside = not (self.keeps_unsharded or self.calls.open)
         if self._is_called_inside:
             args, kwargs = self.pre_forward(module, args, kwargs)
         else:
@@ -405,15 +388,15 @@ class Unit:
         ranges = self.context.lane.ranges
         if ranges.open:
             ranges.end("forward", self.name)
-        call = self._open_calls.pop() if self._open_calls else None  # none: the pre-hook itself raised
+        call = self.calls.open.pop() if self.calls.open else None  # none: the pre-hook itself raised
         if call is not None and call.following is not None:
-            self.end_following(call)
+            call.end_following()
         failed = output is None and sys.exc_info()[0] is not None
         if failed:
             if compat.backward_task() != -1:
                 return  # or recomputation stopped early, because it has all it needs; the backward goes on, or ends everything
             if call is not None:
-                call.inputs = None  # hooks of the inputs hold the call, and it would hold the graph
+                call.fail()
             self.abandon()
             return
         self.watch_result(call, output)
@@ -423,17 +406,11 @@ class Unit:
             and len(self._modules) == 1
             and is_plain_lookup(module)
         ):
-            call.buffers = None  # its backward reads no weights
+            call.read_no_weights()
         if call is not None and call.in_transform:
             compat.outside_transforms(self.leave)
         else:
             self.leave()
-
-    def end_following(self, call: Call | None) -> None:
-        """A module of a call has run."""
-        if call is not None and call.following is not None:
-            call.following.__exit__()
-            call.following = None
 
     def watch_result(self, call: Call | None, output: Any) -> None:
         """Have the backward of a call begin with the first gradient of a result, or of anything else that the forward has left."""
@@ -442,46 +419,38 @@ class Unit:
             return
         if not outputs:  # modules may read weights in a backward that no saved tensor leads to
             watch_parameters(self)
-            self.hidden += 1
+            self.calls.hide()
         elif self.side_doors.look_at_attributes():
             watch_parameters(self)
             if not call.is_followed and self._is_followed:  # the next forward will be
                 for weights in self.weights:
                     weights.stays = weights.is_sharded
 
-    @property
-    def open_call(self) -> Call | None:
-        """The call that is running; `None` without gradients."""
-        return self._open_calls[-1] if self._open_calls else None
-
     def close(self) -> None:
         """A run of several modules ended before its last."""
         self.context.lane.ranges.end("forward", self.name)
-        self._open_calls.pop()
+        self.calls.open.pop()
         self.leave()
 
     def leave(self) -> None:
         """After forward: reshard weights, unless they are needed again at once, or a backward may begin undetected."""
-        if compat.backward_task() != -1 or self._open_calls:
+        if compat.backward_task() != -1 or self.calls.open:
             return
         context = self.context
         is_root = self is context.root()
         if is_root:
             context.interrupt()
         keeps = is_root or not self.reshard_after_forward or context.schedule.last_of_forward == self.number
-        if not (self.hidden or (keeps and torch.is_grad_enabled())):
+        if not (self.calls.hidden or (keeps and torch.is_grad_enabled())):
             self.reshard()
         else:
             # Outside of forwards `parameters()` must yield those that have gradients and accept writes.
             self.unregister()
-            if not (is_root or self.hidden):
+            if not (is_root or self.calls.hidden):
                 self._end_lease()
-        self.refuse_lost_writes()
-
-    @property
-    def notices_end(self) -> bool:
-        """Whether an input of the last call needs a gradient, so that the end of its backward is detected."""
-        return self._latest is not None and bool(self._latest.given)
+        for weights in self.weights:
+            if weights.lost_writes:
+                self.refuse_lost_writes()
 
     @property
     def keeps_after_forward(self) -> bool:
@@ -494,16 +463,9 @@ class Unit:
             if weights.lost_writes and not sys.exc_info()[0]:
                 weights.refuse_lost_writes()
 
-    def wait_for(self, call: Call) -> None:
-        """A call has results whose gradients may arrive, or whose backward may begin undetected."""
-        self._waiting += 1
-        self._new += 1
-        self._latest = call
-
     def forget_graphs(self) -> None:
         """An optimizer has stepped parameters of it, or it moves to another root: graphs of before are out of date."""
-        self._waiting = self._new = 0
-        self._latest = None
+        self.calls.forget_graphs()
         self.let_go()
 
     def let_go(self) -> None:
@@ -511,22 +473,20 @@ class Unit:
         for group in self.groups:
             if group.weights.stays:
                 group.weights.let_go()
-        if self.hidden:
-            self.hidden = 0
-            if not self._open_calls:
-                self.reshard()
+        if self.calls.forget_hidden() and not self.calls.open:
+            self.reshard()
 
     @property
     def is_inside_root(self) -> bool:
         """Whether the forward of a root around it, or a step of one, is running."""
         root = self.context.root()
-        return root is not None and root is not self and (root.keeps_unsharded or bool(root._open_calls))
+        return root is not None and root is not self and (root.keeps_unsharded or bool(root.calls.open))
 
     @property
     def is_inside_forward_of_root(self) -> bool:
         """Whether the forward of a root around it is running, also in a step of one."""
         root = self.context.root()
-        return root is not None and root is not self and bool(root._open_calls)
+        return root is not None and root is not self and bool(root.calls.open)
 
     @property
     def full_bytes(self) -> int:
@@ -539,13 +499,13 @@ class Unit:
         self.reshard()
         if self is self.context.root():
             for unit in self.context.units:
-                unit.hidden = 0
+                unit.calls.forget_hidden()
                 unit.reshard()
                 for group in unit.groups:
                     group.weights.stays = False
                     group.weights.reshard()
 
-    def _new_call(self) -> Call | None:
+    def _new_call(self, in_transform: bool) -> Call | None:
         """`None` where no backward follows: without gradients, and where a checkpoint throws the graph away that it recomputes."""
         if not torch.is_grad_enabled():
             self.note_run()
@@ -553,21 +513,21 @@ class Unit:
         if not self.weights:
             return None
         if compat.backward_task() == -1:
-            return Call()
-        if not self.recomputations.expected:
+            return Call(in_transform=in_transform)
+        if not self.calls.recomputations.expected:
             return None
         if compat.backward_task() != self.context.backward.task or any(
             group.gradients.are_due() for group in self.groups
         ):
-            self._has_another_backward = True
-        return Call(is_recomputed=True)
+            self.calls.recomputations.note_backward_around()
+        return Call(is_recomputed=True, in_transform=in_transform)
 
     def note_run(self) -> None:
         """One of its modules runs; without gradients it may be recomputed with them, unless all of the root runs without."""
         if compat.in_function_forward():
             root = self.context.root()
             if not (root and self.is_inside_root and root._runs_without_gradients):
-                self.recomputations.note_run()
+                self.calls.recomputations.note_run()
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -575,9 +535,8 @@ class Unit:
         """A gradient of an output has arrived; the call's own nodes run next, unless it returned an input unchanged."""
         context = self.context
         context.begin_backward()
-        if call in self._running or call.ended_in == compat.backward_task():
+        if not self.calls.begin_backward(call):
             return
-        self._running[call] = None
         if context.lane.ranges.enabled:
             context.lane.ranges.begin("backward", self.name)
         following = context.note_backward(self)
@@ -590,36 +549,26 @@ class Unit:
     def post_backward(self, call: Call) -> None:
         """All gradients of the call's inputs have arrived, so nothing of it reads weights any more."""
         self.context.begin_backward()  # it may have gone undetected, if results were hidden
-        call.ended_in = compat.backward_task()
-        self._waiting = max(0, self._waiting - 1)
-        if call.is_recomputed:
-            self.recomputations.ended()
-        if call in self._running:
-            del self._running[call]
-            if self.context.lane.ranges.open:
-                self.context.lane.ranges.end("backward", self.name)
-        if not (self._running or self.hidden):
+        if self.calls.end_backward_of(call) and self.context.lane.ranges.open:
+            self.context.lane.ranges.end("backward", self.name)
+        if not (self.calls.running or self.calls.hidden):
             self.reshard()
         if self.is_done:
             self.context.reductions.unit_done(self)
 
     def prefetch_for_backward(self) -> None:
         """Start the all-gather for a backward that is expected next, if its memory is free."""
-        latest = self._latest
-        if latest is not None and self._waiting > 0 and latest.buffers is not None:
-            self.unshard(latest.buffers, ahead=True, for_backward=True)
+        buffers = self.calls.buffers
+        if buffers is not None:
+            self.unshard(buffers, ahead=True, for_backward=True)
 
     def end_backward(self, *, keeps_graph: bool) -> None:
         """After a backward, or after one that failed: stop waiting for any part of it."""
-        if self.hidden and not keeps_graph and not self.is_trainable:
-            self.hidden = min(self.hidden - 1, self._new)  # forwards before the last backward had theirs, or never will
-        self._waiting, self._new = min(self._waiting, self._new), 0
-        self._running = {}
-        self._has_another_backward = False
-        self.recomputations.end_backward(keeps_graph=keeps_graph)
-        if not (keeps_graph or self._waiting):  # no step tells of graphs of what is frozen, or not known to be stepped
+        calls = self.calls
+        calls.end_backward(keeps_graph=keeps_graph, is_stepped=calls.hidden > 0 and self.is_trainable)
+        if not (keeps_graph or calls.waiting):  # no step tells of graphs of what is frozen, or not known to be stepped
             for group in self.groups:
                 if group.weights.stays and not (self.is_trainable and self.context.optimizers.hold_all):
                     group.weights.let_go()
-        if not self._open_calls:  # otherwise the backward ran inside its forward, which goes on
-            self.unregister() if self.hidden else self.reshard()
+        if not calls.open:  # otherwise the backward ran inside its forward, which goes on
+            self.unregister() if calls.hidden else self.reshard()
