@@ -37,5 +37,5 @@ def test_writes_are_found_wherever_they_stand() -> None:
         "Weights._refuse_late_write",
         "Weights.let_go",
     ]
-    assert found["Unit", "keeps_unsharded"] == ["Unit.abandon", "functions.gather_root"]  # inside a function of a file
+    assert found["Unit", "keeps_unsharded"] == ["Unit.abandon", "Unit.begin_step", "Unit.end_step"]
     assert ("Unit", "_modules") not in found  # in the constructor alone

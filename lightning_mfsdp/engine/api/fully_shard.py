@@ -177,7 +177,7 @@ def fully_shard(
     )
     _join(whole, unit, context)
     _borrow(unit, borrowed)
-    unit.hook_inside()
+    unit.shown.hook(unit)
     for member in members:
         follow_conversions(member)
     return module
@@ -351,7 +351,7 @@ def _join(module: nn.Module, unit: Unit, context: Context) -> None:
             names.setdefault(nested, []).append(name)
     for nested, names_of_unit in names.items():
         nested.rename(names_of_unit)
-        nested.unhook_inside()  # only the outermost unit shows its parameters in modules inside
+        nested.shown.unhook()  # only the outermost unit shows its parameters in modules inside
         refuse_other_mesh(nested, context)
         context.take_over(nested)
     context.add(unit)

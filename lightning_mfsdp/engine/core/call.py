@@ -44,8 +44,8 @@ __all__ = [
     "begin_call",
     "is_plain_lookup",
     "is_unit",
+    "refuse_own_weights",
     "watch_parameters",
-    "watch_result",
 ]
 
 Hook = Callable[[Any], None]
@@ -213,15 +213,50 @@ class Shown:
     Attributes:
         now: They do.
         by: The module inside whose forward they do so; `None` in the unit's own forward and in a backward.
-        depth: How often that module is running.
     """
 
-    __slots__ = ("by", "depth", "now")
+    __slots__ = ("_depth", "_hooks", "_opened_call", "by", "now")
 
     def __init__(self) -> None:
         self.now = False
         self.by: nn.Module | None = None
-        self.depth = 0
+        self._depth = 0  # how often that module is running
+        self._opened_call = False  # the unit counts its forward as one of its own
+        self._hooks: list[RemovableHandle] = []  # of the modules inside
+
+    def hook(self, unit: Unit) -> None:
+        """Have modules inside a unit, the outermost one, show its parameters when they are called by themselves."""
+        self.unhook()
+        for module in unit.modules:
+            self._hooks += attach_inside(unit, self, unit.tables, module)
+
+    def unhook(self) -> None:
+        """The unit is no longer an outermost one."""
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks.clear()
+
+    def begin(self, module: nn.Module, *, opened_call: bool) -> None:
+        """A module inside runs, and has modules show them; `opened_call`: the unit counts its forward as one of its own."""
+        self.by, self._depth, self._opened_call = module, 1, opened_call
+
+    def go_deeper(self) -> None:
+        """The module that made them is called in its own forward."""
+        self._depth += 1
+
+    def leave(self) -> bool:
+        """A forward of the module that made them has ended. Returns whether it was the outermost one."""
+        self._depth -= 1
+        return not self._depth
+
+    def end(self) -> bool:
+        """The module inside has run. Returns whether it had opened a call."""
+        self.by = None
+        return self._opened_call
+
+    def hide(self) -> None:
+        """Modules show sharded parameters again."""
+        self.now, self.by = False, None
 
 
 # -- modules ----------------------------------------------------------------------------------------------------------
@@ -327,14 +362,11 @@ def _attach_inside_one(this: weakref.ref[Unit], shown: Shown, module: nn.Module)
         if not shown.now:
             return enter(module, args, kwargs)
         if shown.by is module:
-            shown.depth += 1
+            shown.go_deeper()
         return None
 
     def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if shown.by is not module:
-            return
-        shown.depth -= 1
-        if not shown.depth:
+        if shown.by is module and shown.leave():
             leave(module, args, output)
 
     @compat.untraced
@@ -491,25 +523,6 @@ def _when_all_computed(views: list[Tensor], hook: Hook) -> Inputs:
     return inputs
 
 
-def watch_result(unit: Unit, call: Call | None, output: Any) -> list[Tensor]:
-    """Have the backward of a call begin with the first gradient of what its module returned.
-
-    Returns:
-        The tensors in it; none if it hides them.
-
-    Raises:
-        EngineStateError: The module returned its own weights.
-    """
-    outputs = tensors_in(output)
-    for tensor in outputs:
-        if tensor.is_leaf or tensor._base is not None:  # otherwise it was computed, so it has memory of its own
-            _refuse_own_weights(unit, outputs)
-            break
-    if call is not None:
-        call.watch_results(unit, outputs)
-    return outputs
-
-
 def watch_parameters(unit: Unit) -> None:
     """Detect a backward by the gradients it leaves, where a result hides its tensors, or a backward may touch none.
 
@@ -533,7 +546,7 @@ def watch_parameters(unit: Unit) -> None:
                 hooks.append(compat.accumulator_of(entry.full).register_prehook(begin))
 
 
-def _refuse_own_weights(unit: Unit, outputs: list[Tensor]) -> None:
+def refuse_own_weights(unit: Unit, outputs: list[Tensor]) -> None:
     """Refuse a result that lies in gathered memory: it would change or vanish once that memory is reused."""
     places = {weights.client.slot.address for weights in unit.weights if weights.is_sharded and weights.present}
     strided = [tensor for tensor in outputs if tensor.layout is torch.strided] if places else []

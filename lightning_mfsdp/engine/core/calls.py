@@ -13,7 +13,6 @@ from lightning_mfsdp.base import compat
 
 if TYPE_CHECKING:
     from lightning_mfsdp.engine.core.call import Call
-    from lightning_mfsdp.engine.core.storage import Slot
 
 __all__ = ["Calls", "Recomputations"]
 
@@ -93,12 +92,6 @@ class Calls:
         return self.open[-1] if self.open else None
 
     @property
-    def buffers(self) -> list[Slot | None] | None:
-        """Where saved tensors of the last call expect the weights, by group, if its backward may come and reads weights."""
-        latest = self.latest
-        return latest.buffers if latest is not None and self.waiting else None
-
-    @property
     def notice_their_end(self) -> bool:
         """Whether an input of the last call needs a gradient, so that the end of its backward is detected."""
         return self.latest is not None and bool(self.latest.given)
@@ -153,7 +146,6 @@ class Calls:
         self.waiting = self._new = 0
         self.latest = None
 
-    def forget_hidden(self) -> bool:
-        """No backward that cannot be detected is waited for any more. Returns whether one was."""
-        hidden, self.hidden = self.hidden, 0
-        return bool(hidden)
+    def forget_hidden(self) -> None:
+        """No backward that cannot be detected is waited for any more."""
+        self.hidden = 0

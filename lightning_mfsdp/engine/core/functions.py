@@ -140,21 +140,14 @@ def gather_root(module: nn.Module) -> Iterator[None]:
     unit = _unit(module, "gather_root")
     context = unit.context
     before = context.backward.num_ended
-    unit.enter(shows=False)
-    unit.keeps_unsharded = True
+    unit.begin_step()
     try:
         yield
     except BaseException as error:  # an interrupt, too, must not leave weights pinned; re-raised
         unit.abandon()
         _explain_resharded(error, unit.context.groups)
         raise
-    unit.keeps_unsharded = False
-    if torch.is_grad_enabled():
-        unit.step_buffers = [weights.buffer for weights in unit.weights]
-    if context.backward.num_ended != before:
-        unit.reshard()
-    else:
-        unit.leave()
+    unit.end_step(had_backward=context.backward.num_ended != before)
 
 
 def gather_again(module: nn.Module) -> None:

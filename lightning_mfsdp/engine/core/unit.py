@@ -18,20 +18,19 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from lightning_mfsdp.base import compat
+from lightning_mfsdp.base.containers import tensors_in
 from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.engine.core.call import (
     UNIT,
     Call,
     Shown,
     attach,
-    attach_inside,
     begin_call,
     is_plain_lookup,
+    refuse_own_weights,
     watch_parameters,
-    watch_result,
 )
 from lightning_mfsdp.engine.core.calls import Calls
 from lightning_mfsdp.engine.core.group import ParameterGroup
@@ -101,11 +100,9 @@ class Unit:
         self.step_buffers: list[Slot | None] | None = None
         self.calls = Calls()
         self._runs_without_gradients = False  # its present forward does, so that nothing of it will be recomputed
-        self._is_called_inside = False  # a module of it runs by itself, which opened a call
         for module in modules:
             module.__dict__[UNIT] = self
         self._modules = [weakref.ref(module) for module in modules]
-        self._inside: list[RemovableHandle] = []  # hooks of modules that are called by themselves
         self.undo: list[Callable[[], None]] = [hook.remove for hook in attach(self, modules)]
 
     def join(self, context: Context, number: int) -> None:
@@ -138,26 +135,14 @@ class Unit:
         """The `_parameters` tables of the modules that show its parameters."""
         return [table for group in self.all_groups for entry in group.entries for table, _ in entry.sites]
 
-    def hook_inside(self) -> None:
-        """Have modules inside the outermost unit show its parameters when they are called by themselves."""
-        self.unhook_inside()
-        for module in self.modules:
-            self._inside += attach_inside(self, self.shown, self.tables, module)
-
     def end(self) -> None:
         """Its modules are no longer sharded, and hold no reference to it."""
         self.end_backward(keeps_graph=False)
-        self.unhook_inside()
+        self.shown.unhook()
         for undo in self.undo:
             undo()
         for module in self.modules:
             module.__dict__.pop(UNIT, None)
-
-    def unhook_inside(self) -> None:
-        """It is no longer an outermost unit."""
-        for handle in self._inside:
-            handle.remove()
-        self._inside.clear()
 
     @property
     def is_trainable(self) -> bool:
@@ -234,7 +219,7 @@ class Unit:
 
     def unregister(self) -> None:
         """Have modules show sharded parameters; unsharded ones stay in memory."""
-        self.shown.now, self.shown.by = False, None
+        self.shown.hide()
         shares = self.shared_groups or len(self.users) > 1
         for weights in self._shown_by_no_other() if shares else self.weights:
             weights.unregister()
@@ -257,7 +242,8 @@ class Unit:
             if self.shown.by is None:
                 self.unregister()
             return
-        self.shown.now, self.shown.by = False, None
+        if self.shown.now:
+            self.shown.hide()
         if self.uses_weights:
             if self.context.schedule.trace is not None:
                 self.context.schedule.trace.append(self.reshard)
@@ -330,7 +316,8 @@ class Unit:
             context.interrupt()
             context.begin_backward()  # and not in a backward inside this one, which reentrant checkpointing runs
             # If they are gathered for a backward of this unit already, what is recomputed reads the same.
-            self.unshard(None if self.uses_weights else self.calls.buffers)
+            latest = None if self.uses_weights or not self.calls.waiting else self.calls.latest
+            self.unshard(None if latest is None else latest.buffers)
         else:
             following = context.note_forward(self)
             self.unshard()
@@ -347,24 +334,37 @@ class Unit:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """A module with parameters of this unit, the outermost one, runs outside the unit's own forward: they are shown while it does."""
-        self._is_called_inside = not (self.keeps_unsharded or self.calls.open)
-        if self._is_called_inside:
+        opens_call = not (self.keeps_unsharded or self.calls.open)
+        if opens_call:
             args, kwargs = self.pre_forward(module, args, kwargs)
         else:
             self.unshard()  # includes what was written since
             self.register()
-        self.shown.by, self.shown.depth = module, 1
+        self.shown.begin(module, opened_call=opens_call)
         return args, kwargs
 
     def leave_inside(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Its forward has ended, or raised with `output` None."""
-        self.shown.by = None
-        if self._is_called_inside:
-            self._is_called_inside = False
+        if self.shown.end():
             self.post_forward(module, args, output)
         else:
             self.unregister()
             self.refuse_lost_writes()
+
+    def begin_step(self) -> None:
+        """Code around it begins that calls its methods directly (`gather_root`)."""
+        self.enter(shows=False)
+        self.keeps_unsharded = True
+
+    def end_step(self, *, had_backward: bool) -> None:
+        """That code has ended; `had_backward`: what it computed has had its backward inside of it."""
+        self.keeps_unsharded = False
+        if torch.is_grad_enabled():
+            self.step_buffers = [weights.buffer for weights in self.weights]
+        if had_backward:
+            self.reshard()
+        else:
+            self.leave()
 
     def enter_again(self) -> None:
         """Gather what a forward reads: a part of it is recomputed inside a backward, and none of its hooks runs."""
@@ -414,10 +414,17 @@ class Unit:
 
     def watch_result(self, call: Call | None, output: Any) -> None:
         """Have the backward of a call begin with the first gradient of a result, or of anything else that the forward has left."""
-        outputs = watch_result(self, call, output)
-        if call is None or (call.is_recomputed and outputs):
+        results = tensors_in(output)
+        for tensor in results:
+            if tensor.is_leaf or tensor._base is not None:  # otherwise it was computed, so it has memory of its own
+                refuse_own_weights(self, results)
+                break
+        if call is None:
             return
-        if not outputs:  # modules may read weights in a backward that no saved tensor leads to
+        call.watch_results(self, results)
+        if call.is_recomputed and results:
+            return
+        if not results:  # modules may read weights in a backward that no saved tensor leads to
             watch_parameters(self)
             self.calls.hide()
         elif self.side_doors.look_at_attributes():
@@ -473,8 +480,10 @@ class Unit:
         for group in self.groups:
             if group.weights.stays:
                 group.weights.let_go()
-        if self.calls.forget_hidden() and not self.calls.open:
-            self.reshard()
+        if self.calls.hidden:
+            self.calls.forget_hidden()
+            if not self.calls.open:
+                self.reshard()
 
     @property
     def is_inside_root(self) -> bool:
@@ -558,9 +567,9 @@ class Unit:
 
     def prefetch_for_backward(self) -> None:
         """Start the all-gather for a backward that is expected next, if its memory is free."""
-        buffers = self.calls.buffers
-        if buffers is not None:
-            self.unshard(buffers, ahead=True, for_backward=True)
+        latest = self.calls.latest
+        if latest is not None and self.calls.waiting and latest.buffers is not None:
+            self.unshard(latest.buffers, ahead=True, for_backward=True)
 
     def end_backward(self, *, keeps_graph: bool) -> None:
         """After a backward, or after one that failed: stop waiting for any part of it."""
