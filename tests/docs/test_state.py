@@ -32,10 +32,10 @@ def test_writes_are_found_wherever_they_stand() -> None:
     found = {(of, name): functions for of, rows in script.table().items() for name, _, functions in rows}
     assert found["Weights", "leases"] == ["Unit._end_lease", "Unit.lease"]  # of another class, by the variable's name
     assert found["Weights", "stays"] == [
-        "Unit.abandon",
-        "Unit.watch_result",
         "Weights._refuse_late_write",
+        "Weights.abandon",
         "Weights.let_go",
+        "Weights.stay",
     ]
     assert found["Unit", "keeps_unsharded"] == ["Unit.abandon", "Unit.begin_step", "Unit.end_step"]
     assert ("Unit", "_modules") not in found  # in the constructor alone

@@ -45,9 +45,7 @@ def test_it_knows_what_followed_last_time(passes: list[tuple[list[int], list[int
                 backwards[-1].append(unit)
                 if unit in followers(backwards):
                     assert following == followers(backwards)[unit]
-            schedule.end_backward()
-        else:
-            schedule.forget_pass()  # as a step of the optimizer does
+        schedule.forget_pass()  # as the end of a backward and a step of the optimizer do
 
 
 def test_the_first_backward_goes_the_way_back() -> None:

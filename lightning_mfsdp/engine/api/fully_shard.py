@@ -164,8 +164,14 @@ def fully_shard(
     _advise_on_padding(groups)
     if not inputs_are_cast:  # modules that the policy keeps in float32 cast for themselves
         policy = replace(policy, cast_forward_inputs=False)
-    unit = Unit(members, groups, policy, reshard_after_forward=reshard_after_forward, side_doors=side_doors)
-    unit.undo += write_directly(members, groups)
+    unit = Unit(
+        members,
+        groups,
+        policy,
+        reshard_after_forward=reshard_after_forward,
+        side_doors=side_doors,
+        undo=write_directly(members, groups),
+    )
     context = Context(
         unit,
         resolved,

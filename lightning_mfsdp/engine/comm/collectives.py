@@ -7,7 +7,7 @@ these functions at all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -126,6 +126,11 @@ class Axes:
 
     shard: Axis
     outer: Axis | None
+
+    def replace(self, change: Callable[[Axis], Axis]) -> None:
+        """Put what `change` returns of each axis in its place."""
+        self.shard = change(self.shard)
+        self.outer = change(self.outer) if self.outer else None
 
 
 def broadcast_from_first(values: Iterable[Tensor], axes: Sequence[Axis]) -> None:

@@ -112,11 +112,6 @@ class Context:
         for number, group in enumerate(unit.groups, number_of_group):
             group.attach(unit, self, number)
 
-    @property
-    def hides_gradients(self) -> bool:
-        """A forward is being recorded, and gradients are stored temporarily."""
-        return self.reductions.hides_gradients
-
     def reduce_held_back(self) -> None:
         """Reduce what `no_sync` holds back, and what a backward left without notice, before gradients are read or cleared.
 
@@ -274,8 +269,7 @@ class Context:
 
     def _begin_reductions(self, *, is_idle: bool = False) -> None:
         self.schedule.begin_backward()
-        self.reductions.is_idle = is_idle
-        if not (self.reductions.is_idle or self.reductions.begin(self.groups)):
+        if not self.reductions.begin(self.groups, is_idle=is_idle):
             ran = [unit for number in self.schedule.ran if (unit := self._units[number]()) is not None]
             self.reductions.agree_on_order(self.units, ran, self.mesh, self.device)
             self._separate_channels()
@@ -317,9 +311,7 @@ class Context:
         """Where calls queue on a device, reductions and gathers get separate communicators in all groups."""
         for unit in self.units:
             for group in unit.groups:
-                axes = group.axes
-                axes.shard = self.channels.separate(axes.shard)
-                axes.outer = self.channels.separate(axes.outer) if axes.outer else None
+                group.axes.replace(self.channels.separate)
 
     def _end_backward(self) -> None:
         """After the last node of a backward: reduce what is missing, join the streams, reset the state."""
@@ -339,7 +331,7 @@ class Context:
             unit.end_backward(keeps_graph=self.backward.keeps_graph)
         self.backward.end()
         self.writes.by_backward()
-        self.schedule.end_backward()
+        self.schedule.forget_pass()
 
     def forget_events(self) -> None:
         """Forget events to wait for, between steps and after a synchronization: events must not cross the border of a CUDA graph."""

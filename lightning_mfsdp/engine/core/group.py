@@ -252,7 +252,7 @@ class ParameterGroup:
     def hides_gradients(self) -> bool:
         """A forward is being recorded, and gradients are stored temporarily."""
         context = self.root()
-        return context is not None and context.hides_gradients
+        return context is not None and context.reductions.hides_gradients
 
     def around_gather(self, name: str) -> contextlib.AbstractContextManager[object]:
         """Context around the gather of one parameter."""

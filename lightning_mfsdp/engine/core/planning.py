@@ -66,9 +66,7 @@ class MemoryPlanner:
         ]
         count = those_that_fit([unit.full_bytes for unit in wanted], spare_bytes(self._device, self._mesh.all_axes))
         for unit in wanted[:count]:
-            unit.reshard_after_forward = False
-            for group in unit.groups:
-                self._pool.unshare(group.weights.client)
+            unit.stay_unsharded()
 
     def _allocator(self, number: int, units: Sequence[Unit]) -> Callable[[int], Tensor] | None:
         """Where fixed slots come from: symmetric memory in the first steps, while all ranks plan alike.

@@ -86,8 +86,16 @@ class ReductionSchedule:
         ordered = [unit for reference in self._order if (unit := reference()) is not None]
         return ordered or list(units[::-1])
 
-    def begin(self, groups: Sequence[ParameterGroup]) -> bool:
-        """A backward of a root with these groups begins. Returns whether the order is fixed yet."""
+    def begin(self, groups: Sequence[ParameterGroup], *, is_idle: bool) -> bool:
+        """A backward of a root with these groups begins. Returns whether the order of its reductions is fixed, if it has some.
+
+        Args:
+            groups: All of the root.
+            is_idle: It computes no gradients of parameters.
+        """
+        self.is_idle = is_idle
+        if is_idle:
+            return True
         self._turn = 0
         for group in groups:
             group.gradients.begin_backward()
@@ -298,6 +306,23 @@ class ReductionSchedule:
     def forget_events(self) -> None:
         """Drop the events of what was issued; see `Context.forget_events`."""
         self._in_flight = deque(sent._replace(done=None) for sent in self._in_flight)
+
+    @contextmanager
+    def hiding_gradients(self) -> Iterator[None]:
+        """Inside, a forward is recorded, and a step that reads gradients is refused."""
+        self.hides_gradients = True
+        try:
+            yield
+        finally:
+            self.hides_gradients = False
+
+    def include_in_graph(self) -> None:
+        """A CUDA graph includes backwards from now on, or will, until `leave_graph`."""
+        self.recordings += 1
+
+    def leave_graph(self) -> None:
+        """The opposite of `include_in_graph`."""
+        self.recordings -= 1
 
     @contextmanager
     def synchronizing(self, sync: Sync) -> Iterator[None]:

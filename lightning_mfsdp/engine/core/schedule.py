@@ -30,8 +30,8 @@ class Schedule:
         self.ran: list[int] = []
         self.trace: list[Callable[[], object]] | None = None
         self.last_of_forward: int | None = None
-        self._latest: int | None = None  # the last unit whose forward began in this pass
-        self._latest_backward: int | None = None  # the last unit whose backward began in this one
+        # The last unit whose forward began in this pass, or whose backward did in this backward.
+        self._latest: int | None = None
         self._after: dict[int, int] = {}  # which unit ran after each, last time
         self._before: dict[int, int] = {}  # which unit ran before each, last time
         self._after_in_backward: dict[int, int] = {}  # whose backward began after that of each, last time
@@ -61,24 +61,19 @@ class Schedule:
         Returns:
             The unit whose backward began after this one's last time; the first time, the unit that ran before it.
         """
-        if self._latest_backward is not None and self._latest_backward != unit:
-            self._after_in_backward[self._latest_backward] = unit
-        self._latest_backward = unit
+        if self._latest is not None and self._latest != unit:
+            self._after_in_backward[self._latest] = unit
+        self._latest = unit
         following = self._after_in_backward.get(unit)
         return self._before.get(unit) if following is None else following
 
     def begin_backward(self) -> None:
         """A backward begins: the pass is over."""
-        self.last_of_forward = self._latest
+        self.last_of_forward, self._latest = self._latest, None
 
     def forget_pass(self) -> None:
-        """The next forward begins a pass, whichever unit it is."""
+        """A backward has ended, or will not come: the next forward begins a pass, whichever unit it is."""
         self.ran, self._latest = [], None
-
-    def end_backward(self) -> None:
-        """A backward has ended, or will not continue."""
-        self.forget_pass()
-        self._latest_backward = None
 
     @contextmanager
     def traced(self) -> Iterator[list[Callable[[], object]]]:

@@ -74,7 +74,6 @@ class Unit:
         reshard_after_forward: Weights do not stay between forward and backward; "auto": they may, if memory is left (planning.py).
         keeps_unsharded: Code around it is running (`gather_root`), so `reshard` only has modules show sharded parameters.
         step_buffers: Where saved tensors of the code of a step around it expect the weights, by group; that code has no call.
-        undo: Callbacks that undo what `fully_shard` did to its modules.
     """
 
     def __init__(
@@ -85,7 +84,18 @@ class Unit:
         *,
         reshard_after_forward: bool | Literal["auto"],
         side_doors: Choice = "find",
+        undo: Sequence[Callable[[], None]] = (),
     ) -> None:
+        """Put hooks on the modules.
+
+        Args:
+            modules: Those that were sharded together.
+            groups: Parameters it owns.
+            policy: Dtypes, and whether inputs are cast.
+            reshard_after_forward: As in the attributes.
+            side_doors: What to do about what a forward leaves beside its result.
+            undo: Callbacks that undo what else was done to the modules.
+        """
         self.name, self.number = type(modules[0]).__name__, 0
         self.groups = groups
         self.shared_groups: list[ParameterGroup] = []
@@ -103,7 +113,7 @@ class Unit:
         for module in modules:
             module.__dict__[UNIT] = self
         self._modules = [weakref.ref(module) for module in modules]
-        self.undo: list[Callable[[], None]] = [hook.remove for hook in attach(self, modules)]
+        self._undo = [*(hook.remove for hook in attach(self, modules)), *undo]
 
     def join(self, context: Context, number: int) -> None:
         """Belong to a root from now on, as one of several units."""
@@ -139,7 +149,7 @@ class Unit:
         """Its modules are no longer sharded, and hold no reference to it."""
         self.end_backward(keeps_graph=False)
         self.shown.unhook()
-        for undo in self.undo:
+        for undo in self._undo:
             undo()
         for module in self.modules:
             module.__dict__.pop(UNIT, None)
@@ -431,7 +441,7 @@ class Unit:
             watch_parameters(self)
             if not call.is_followed and self._is_followed:  # the next forward will be
                 for weights in self.weights:
-                    weights.stays = weights.is_sharded
+                    weights.stay()
 
     def close(self) -> None:
         """A run of several modules ended before its last."""
@@ -458,6 +468,12 @@ class Unit:
         for weights in self.weights:
             if weights.lost_writes:
                 self.refuse_lost_writes()
+
+    def stay_unsharded(self) -> None:
+        """From now on weights stay between forward and backward, in memory that no other unit uses."""
+        self.reshard_after_forward = False
+        for group in self.groups:
+            self.context.lane.pool.unshare(group.weights.client)
 
     @property
     def keeps_after_forward(self) -> bool:
@@ -511,8 +527,7 @@ class Unit:
                 unit.calls.forget_hidden()
                 unit.reshard()
                 for group in unit.groups:
-                    group.weights.stays = False
-                    group.weights.reshard()
+                    group.weights.abandon()
 
     def _new_call(self, in_transform: bool) -> Call | None:
         """`None` where no backward follows: without gradients, and where a checkpoint throws the graph away that it recomputes."""

@@ -492,6 +492,15 @@ class Weights:
             if lane.pool.release(self.client, lane.streams.record()):
                 self._latest = None
 
+    def stay(self) -> None:
+        """A forward has left tensors that point into the memory."""
+        self.stays = self.is_sharded
+
+    def abandon(self) -> None:
+        """A forward has raised, so nothing that it left counts."""
+        self.stays = False
+        self.reshard()
+
     def let_go(self) -> None:
         """What a forward left is out of date: the memory need not stay any longer."""
         self.stays = False

@@ -157,7 +157,7 @@ class CapturedLoss(Recording):
             gradients.main.pin(True)
         try:
             with self._preparing(inputs), self._without_gradients(), reductions.synchronizing(Sync.ALL):
-                with self._graph(forward), self._same_state(), self._gradients_hidden():
+                with self._graph(forward), self._same_state(), self._context.reductions.hiding_gradients():
                     outputs = self._step(*self._inputs)
                     loss = loss_in(outputs)
                     _check_devices(outputs, loss.device)
@@ -196,15 +196,6 @@ class CapturedLoss(Recording):
             yield
         finally:
             put_back()
-
-    @contextmanager
-    def _gradients_hidden(self) -> Iterator[None]:
-        """Refuse a step that reads gradients."""
-        self._context.reductions.hides_gradients = True
-        try:
-            yield
-        finally:
-            self._context.reductions.hides_gradients = False
 
     @contextmanager
     def _same_state(self) -> Iterator[None]:

@@ -54,7 +54,7 @@ class Recording:
         self._context = _capturable_context(caller, module)
         if warmup < 3:
             raise EngineStateError(f"{caller}: expected warmup of at least 3 calls, got {warmup}")
-        self._context.reductions.recordings += 1
+        self._context.reductions.include_in_graph()
         self._context.lane.order.stop()  # a replay queries no rank, and a rank whose call does not fit the graph runs it eagerly
         self._is_open = True
         self._remaining = warmup
@@ -69,7 +69,7 @@ class Recording:
         """All ranks are done with recordings. One that could not record keeps reducing like those that could."""
         if self._is_open:
             self._is_open = False
-            self._context.reductions.recordings -= 1
+            self._context.reductions.leave_graph()
 
     def _is_due(self, inputs: Any) -> bool:
         """Whether to record now: enough calls ran eagerly, and this one is like the last. Counts them."""
