@@ -139,9 +139,12 @@ class Call:
     def watch_results(self, unit: Unit, results: list[Tensor]) -> None:
         """Have its backward begin with the first gradient of a result."""
         inputs, self.inputs = self.inputs, None  # hooks of the inputs hold the call
-        watched = [tensor for tensor in results if tensor.requires_grad]
-        if results and not watched:
-            return
+        for tensor in results:  # a comprehension costs host time, in every module
+            if tensor.requires_grad:
+                break
+        else:
+            if results:
+                return
         self.buffers = [
             None if not weights.is_sharded or (self.is_followed and weights.client.slot.is_own) else weights.client.slot
             for weights in unit.weights
@@ -157,7 +160,9 @@ class Call:
                 else:
                     unit.pre_backward(self)
 
-        for tensor in watched:
+        for tensor in results:
+            if not tensor.requires_grad:
+                continue
             node = tensor.grad_fn
             if node is not None:  # a tenth of the host time of a tensor's own hook
                 node.register_prehook(begin if inputs is None else inputs.held_by(begin, node))
@@ -447,14 +452,14 @@ class GroupedModules:
             self.stop()
             args, kwargs = unit.pre_forward(module, args, kwargs)
             self._with_grad = torch.is_grad_enabled()
+            unit.context.note_grouped_modules(self)
         self.busy = True
-        unit.context.note_grouped_modules(self)
         return args, kwargs
 
     def post_forward(self, unit: Unit, index: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """After module `index`; also runs when its forward raised, with `output` None."""
         self.busy = False
-        call = unit.calls.innermost
+        call = unit.calls.open[-1] if unit.calls.open else None
         if call is not None and call.following is not None:
             call.end_following()
         failed = output is None and sys.exc_info()[0] is not None

@@ -87,11 +87,6 @@ class Calls:
         self.parameter_hooks: list[RemovableHandle] = []
 
     @property
-    def innermost(self) -> Call | None:
-        """The one that is running; `None` without gradients."""
-        return self.open[-1] if self.open else None
-
-    @property
     def notice_their_end(self) -> bool:
         """Whether an input of the last call needs a gradient, so that the end of its backward is detected."""
         return self.latest is not None and bool(self.latest.given)

@@ -306,7 +306,7 @@ class Unit:
 
     def follow(self) -> None:
         """Pack the weights that the forward of one of its modules saves, from here on, if there are side doors."""
-        call = self.calls.innermost
+        call = self.calls.open[-1] if self.calls.open else None
         if call is not None and not call.is_recomputed and self._is_followed and call.follow(follow(self)):
             for weights in self.weights:
                 if weights.is_sharded:
