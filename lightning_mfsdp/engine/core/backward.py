@@ -20,6 +20,9 @@ class Backward:
         alive        one runs
         dead         it has raised, and what it left was not dropped yet (`Context.recover`)
 
+    Args:
+        raised: Called as soon as one has raised.
+
     Attributes:
         at_end: What autograd calls at its end.
         keeps_graph: The current or last one keeps its graph for another one.
@@ -27,7 +30,8 @@ class Backward:
         num_ended: How many were noticed and have ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, raised: weakref.WeakMethod[Callable[[], None]]) -> None:
+        self._raised = raised
         self.at_end: weakref.ref[Callable[[], None]] | None = None
         self.keeps_graph = False
         self.task = -1
@@ -43,19 +47,14 @@ class Backward:
         """Whether the one that was noticed has raised."""
         return self.at_end is not None and self.at_end() is None
 
-    def begin(self, at_end: Callable[[], None], raised: weakref.WeakMethod[Callable[[], None]]) -> None:
-        """One is noticed.
-
-        Args:
-            at_end: What is called at its end. The caller has autograd hold it, and nothing else does.
-            raised: Called as soon as the backward has raised.
-        """
+    def begin(self, at_end: Callable[[], None]) -> None:
+        """One is noticed. `at_end` is called at its end: the caller has autograd hold it, and nothing else does."""
         this = weakref.ref(self)
 
         def gone(reference: weakref.ref[Callable[[], None]]) -> None:
-            backward, notify = this(), raised()
-            if backward is not None and notify is not None and backward.at_end is reference:
-                notify()
+            backward = this()
+            if backward is not None and backward.at_end is reference and (raised := backward._raised()) is not None:
+                raised()
 
         self.at_end = weakref.ref(at_end, gone)
         self.task = compat.backward_task()

@@ -73,7 +73,7 @@ class Context:
         self._planner = MemoryPlanner(pool, self.channels, mesh, device)
         self.schedule = Schedule()
         self.reductions = ReductionSchedule(streams, ranges, order, zeros_unused=zeros_unused)
-        self.backward = Backward()
+        self.backward = Backward(weakref.WeakMethod(self.backward_raised))
         self.writes = Writes()
         self.optimizers = Optimizers(entry for group in root.groups for entry in group.entries)
         self.ignored = ignored
@@ -120,13 +120,13 @@ class Context:
         """
         if self.backward.has_raised:
             self.recover()
-        if self.backward.is_noticed or compat.backward_task() != -1:
+        if self.backward.at_end is not None or compat.backward_task() != -1:
             return
         groups = self.groups
         for group in groups:
             if group.gradients.has_news:
                 end = self._end_backward
-                self.backward.begin(end, weakref.WeakMethod(self.backward_raised))
+                self.backward.begin(end)
                 self._begin_reductions()
                 end()
                 break
@@ -261,7 +261,7 @@ class Context:
         end: Callable[[], None] = self._end_backward
         if compat.in_transform():
             end = partial(compat.outside_transforms, end)
-        self.backward.begin(end, weakref.WeakMethod(self.backward_raised))
+        self.backward.begin(end)
         self.interrupt()
         self._show_for_backward()
         compat.on_backward_end(end)
@@ -315,7 +315,7 @@ class Context:
 
     def _end_backward(self) -> None:
         """After the last node of a backward: reduce what is missing, join the streams, reset the state."""
-        if not self.backward.is_noticed:
+        if self.backward.at_end is None:
             return
         self.reductions.finish(self.units)
         self._rest()
@@ -330,7 +330,6 @@ class Context:
         for unit in self.units:
             unit.end_backward(keeps_graph=self.backward.keeps_graph)
         self.backward.end()
-        self.writes.by_backward()
         self.schedule.forget_pass()
 
     def forget_events(self) -> None:

@@ -271,7 +271,8 @@ class ParameterGroup:
             return 0
         if weights:
             context.writes.look()
-        return context.writes.weights if weights else context.writes.gradients
+            return context.writes.weights
+        return context.writes.gradients + context.backward.num_ended
 
     def note_write(self, *, weights: bool = True) -> None:
         """Note that main weights may have been written, or that gradients were: forward must read the new values."""

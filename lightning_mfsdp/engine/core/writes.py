@@ -18,7 +18,7 @@ class Writes:
     Attributes:
         needs_refresh: Main weights may have been written since `take_outdated`.
         weights: How often main weights were written, as far as known to all ranks: by an optimizer, a function, `load_state_dict`.
-        gradients: How often gradients were written, as far as known to all ranks: by a backward, an optimizer, a function.
+        gradients: How often gradients were written, as far as known to all ranks, by other than a backward: an optimizer, a function.
         has_stepped: An optimizer has, at least once.
     """
 
@@ -47,8 +47,8 @@ class Writes:
         """Detect what was written to local rows that are watched."""
         if not self._watched:
             return
-        for reference, rows_are_held in self._watched.items():
-            if rows_are_held and (group := reference()) is not None:
+        for reference in self._watched:
+            if self._watched[reference] and (group := reference()) is not None:
                 group.weights.take_assigned()
         groups = [group for reference in self._watched if (group := reference()) is not None]
         # The counter is checked inline, since this is done in every step.
@@ -82,10 +82,6 @@ class Writes:
         self.gradients += 1
         for group in groups:
             group.weights.outdate(by_optimizer=True)
-
-    def by_backward(self) -> None:
-        """A backward has left gradients, or was forgotten."""
-        self.gradients += 1
 
     def outdate(self, groups: Iterable[ParameterGroup]) -> None:
         """Main weights of some groups may have been written: compute shards are refreshed before the next all-gather."""
@@ -160,7 +156,7 @@ class Optimizers:
 
     def finish(self) -> None:
         """A pass begins: own code that has not ended has raised. Optimizers again show what modules show."""
-        for reference in self._unfinished:
+        unfinished, self._unfinished = self._unfinished, []
+        for reference in unfinished:
             if (finish := reference()) is not None:
                 finish()
-        self._unfinished.clear()
