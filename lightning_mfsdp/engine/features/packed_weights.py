@@ -17,6 +17,7 @@ state dicts would have other names than without sharding.
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from lightning_mfsdp.base.packed import has_state_beside, has_tensors_inside, is
 
 __all__ = ["as_bytes", "tensors_beside"]
 
+_TEXT_BYTES = 512
 _ALIGNMENT_BYTES = 16  # of each tensor inside: the widest vector load of a GPU thread
 
 
@@ -64,7 +66,7 @@ def as_bytes(
             _refuse_unfit(f"{path}.{key}" if path else key, parameter)
         if any(has_state_beside(parameter) for _, parameter in sites):
             child._apply(partial(_moved, device=device), recurse=False)
-            undo += _keep_format(child)
+            undo += [*_keep_format(child), *_save_and_load(child)]
         for key, parameter in sites:
             if has_state_beside(parameter):
                 _store_as_bytes(child, parameter)
@@ -227,6 +229,37 @@ def _store_as_bytes(module: nn.Module, parameter: Any) -> None:
     parameter.quant_storage = torch.uint8
     if hasattr(module, "quant_storage"):
         module.quant_storage = parameter.quant_storage
+
+
+def _save_and_load(module: nn.Module) -> list[Callable[[], None]]:
+    """Have a layer's checkpoint restore what it holds of the scales as text: their mean, where they are quantized, too (`nested_offset`).
+
+    The text has as many bytes as digits, so it is padded: an entry of a state dict has one shape.
+    """
+    return [
+        module.register_state_dict_post_hook(_pad_text).remove,
+        module.register_load_state_dict_pre_hook(_load_text).remove,
+    ]
+
+
+def _texts(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """The entries of a layer that are text, with the parameter that each is about."""
+    for key, parameter in module._parameters.items():
+        for name in [name for name in state_dict if name.startswith(f"{prefix}{key}.quant_state.")]:
+            yield name, parameter
+
+
+def _pad_text(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    for name, _ in _texts(module, state_dict, prefix):
+        text = state_dict[name]
+        state_dict[name] = nn.functional.pad(text, (0, -len(text) % _TEXT_BYTES), value=ord(" "))
+
+
+def _load_text(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, parameter in _texts(module, state_dict, prefix):
+        state, offset = parameter.quant_state, json.loads(bytes(state_dict[name].tolist())).get("nested_offset")
+        if offset is not None and state.offset is not None:
+            state.offset.fill_(offset)
 
 
 def _keep_format(module: Any) -> list[Callable[[], None]]:
