@@ -80,6 +80,7 @@ __all__ = [
     "is_composite",
     "is_due",
     "is_lost_connection",
+    "is_traceable_wrapper_subclass",
     "is_traced",
     "is_transformed",
     "keeps_graph",

@@ -1,25 +1,25 @@
 """Packed weights: frozen parameters, such as a base model in 4 bits under adapters, whose numbers are sharded and gathered as bytes.
 
-Rows of such a parameter are no rows of a weight, and a cast of its numbers would be another weight. So before a unit is sharded, each becomes
-an ordinary parameter of bytes, which the engine never casts, since it is of an integer dtype and frozen:
+Rows of such a parameter are no rows of a weight, and its numbers in another dtype would be another weight. So before a unit is sharded,
+each becomes an ordinary parameter of bytes, which the engine never casts, since its dtype is an integer's:
 
-    tensors inside (torchao)       all of them, scales too, become one parameter `[bytes]`. A parametrization of the module makes the tensor
-                                   anew over the gathered bytes, without a copy, where a layer reads its weight
-    state beside (bitsandbytes)    packed numbers become uint8, whatever `quant_storage` was; the layer reads the parameter itself. The scales
-                                   of `quant_state` stay whole on each rank, with the first rank's values
+    tensors inside (torchao)       all of them, scales too, become one parameter `[bytes]`. A parametrization of the module makes the
+                                   tensor anew over the gathered bytes, without a copy, where a layer reads its weight
+    state beside (bitsandbytes)    packed numbers become uint8, whatever `quant_storage` was, and the layer reads the parameter itself.
+                                   The scales in `quant_state` stay whole on each rank, with the first rank's values
 
 What a layer computes with is in the gathered memory, as any weight, and backward gathers it into the same place again.
 
-Alternatives considered: a codec (core/codec.py) quantizes main weights, of which a frozen weight has none, and its bytes have the shape of the
-parameter. bitsandbytes' weights as one parameter with their scales: its layers look for `quant_state` at the parameter in `_parameters`, and
-state dicts would have other names than without sharding.
+Alternatives considered: a codec (core/codec.py) quantizes main weights, which a frozen weight does not have, and its bytes have the shape
+of the parameter. bitsandbytes' weights as one parameter with their scales: its layers look for `quant_state` at the parameter in
+`_parameters`, and state dicts would have other names than without sharding.
 """
 
 from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,8 +29,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
-from lightning_mfsdp.base.errors import ShardingError
+from lightning_mfsdp.base.errors import EngineStateError, ShardingError
 from lightning_mfsdp.base.packed import has_state_beside, has_tensors_inside, is_packed
+from lightning_mfsdp.engine.core.group import owner_of, place_of
 
 __all__ = ["as_bytes", "tensors_beside"]
 
@@ -78,6 +79,8 @@ def as_bytes(
             _, child._parameters[key], recipe = become[id(parameter)]
             parametrize.register_parametrization(child, key, _FromBytes(recipe), unsafe=True)
             undo.append(partial(_restore, weakref.ref(child), key, recipe))
+        if sites:
+            undo.append(child.register_forward_hook(_note_versions).remove)
     return undo
 
 
@@ -94,12 +97,51 @@ def _tensors_of(state: Any) -> Iterator[Tensor]:
             yield from _tensors_of(value)
 
 
+def _note_versions(module: nn.Module, args: Any, output: Any) -> None:
+    """Forward hook: have the backward of `module` compare the versions of its weights, which its library leaves undone.
+
+    What the libraries' functions keep they keep as attributes of a node. Autograd compares versions of what is saved, and so raises where
+    an ordinary weight is read that was resharded, or written, since the forward.
+    """
+    node = output.grad_fn if isinstance(output, Tensor) else None
+    if node is None or torch.compiler.is_compiling():
+        return
+    versions = [
+        (parameter, parameter._version)
+        for parameter in _bytes_of(module)
+        if (place := place_of(parameter)) is None or place[0].weights.client.home is not None  # else each graph keeps its memory
+    ]
+
+    def compare(_: Any) -> None:
+        for parameter, version in versions:
+            if parameter._version != version:
+                owner = owner_of(parameter)
+                name = "of a module that is no longer sharded" if owner is None else owner[1].name
+                raise EngineStateError(
+                    f"a backward reads the packed weight {name}, which was resharded or written after the forward that used it. If the "
+                    "backward begins at something that a forward leaves elsewhere than in its result, in a hook or in an attribute, pass "
+                    'side_doors="follow"; otherwise call it before weights are written'
+                )
+
+    node.register_prehook(compare)
+
+
+def _bytes_of(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters that are the bytes of packed weights of a module."""
+    for parameter in module._parameters.values():
+        if parameter is not None and has_state_beside(parameter):
+            yield parameter
+    for made in getattr(module, "parametrizations", {}).values():
+        if isinstance(made[0], _FromBytes):
+            yield made.original
+
+
 def _refuse_unfit(name: str, parameter: nn.Parameter) -> None:
     kind = type(parameter).__name__
     if parameter.is_meta:
         raise ShardingError(
-            f"fully_shard: parameter {name} is packed ({kind}) and on the meta device, where it has nothing that could be sharded; build its "
-            "module with memory (from_pretrained(quantization_config=...) of transformers does)"
+            f"fully_shard: parameter {name} is packed ({kind}) and on the meta device, where it has no numbers; build its module with memory "
+            "(from_pretrained(quantization_config=...) of transformers does)"
         )
     if parameter.requires_grad:
         raise ShardingError(
