@@ -75,12 +75,12 @@ __all__ = [
     "grouped_mm",
     "has_accumulation_hooks",
     "has_global_hooks",
+    "has_inner_tensors",
     "in_function_forward",
     "in_transform",
     "is_composite",
     "is_due",
     "is_lost_connection",
-    "is_traceable_wrapper_subclass",
     "is_traced",
     "is_transformed",
     "keeps_graph",
@@ -577,6 +577,11 @@ def untraced(function: Callable[..., T]) -> Callable[..., T]:
         return function(*args)
 
     return called
+
+
+def has_inner_tensors(tensor: Tensor) -> bool:
+    """Whether a tensor's class says of what tensors it is made (`__tensor_flatten__`, `__tensor_unflatten__`)."""
+    return is_traceable_wrapper_subclass(tensor)
 
 
 def has_global_hooks() -> bool:

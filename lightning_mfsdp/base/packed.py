@@ -18,7 +18,7 @@ __all__ = ["has_state_beside", "has_tensors_inside", "is_packed"]
 
 def has_tensors_inside(tensor: Tensor) -> bool:
     """Whether its values are those of other tensors, by PyTorch's protocol. A DTensor's are its own, distributed."""
-    return compat.is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, DTensor)
+    return compat.has_inner_tensors(tensor) and not isinstance(tensor, DTensor)
 
 
 def has_state_beside(tensor: Tensor) -> bool:

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp import MixedPrecisionPolicy
-from lightning_mfsdp.base.errors import ShardingError
+from lightning_mfsdp.base.errors import EngineStateError, ShardingError
 from lightning_mfsdp.engine import fully_shard, fully_shard_optimizer, sharded_parameters, unshard_model
 from tests.engine.packed import Adapted, Beside, Nibbles, packed
 from tests.helpers.distributed import run_distributed
@@ -197,3 +198,47 @@ def test_what_is_trained_or_on_meta_is_refused() -> None:
         assert "parameter 1.base.weight is packed" in trained_message
         assert "requires a gradient" in trained_message
         assert "on the meta device" in meta_message
+
+
+KEPT: list[Tensor] = []
+
+
+class Keeping(Adapted):
+    """Its forward keeps what no look at attributes and hooks finds."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.base(torch.tanh(self.b(self.a(x))))
+        KEPT.append(x)
+        return torch.tanh(x)
+
+
+def kept_elsewhere(rank: int, world: int, kind: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for side_doors in ("find", "follow"):
+        torch.manual_seed(0)
+        model = shard(nn.Sequential(*(Keeping(kind) for _ in range(4))), side_doors=side_doors)
+        try:
+            found[side_doors] = _gradients_of_kept(model)
+        except EngineStateError as error:
+            found[side_doors] = str(error)
+    return found
+
+
+def _gradients_of_kept(model: nn.Module) -> list[Tensor]:
+    for batch in batches():
+        KEPT.clear()
+        model(batch)
+        KEPT[1].square().mean().backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return [gradient.full_tensor() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+
+
+@pytest.mark.parametrize("kind", ["inside", "beside"])
+def test_a_backward_reads_no_weights_that_were_resharded(kind: str) -> None:
+    """Libraries keep weights where autograd compares no versions."""
+    results = run_distributed(kept_elsewhere, 2, kind)
+    torch.manual_seed(0)
+    gradients = _gradients_of_kept(nn.Sequential(*(Keeping(kind) for _ in range(4))).to("cpu"))
+    for found in results:
+        assert "a backward reads the packed weight" in found["find"]
+        torch.testing.assert_close(found["follow"], gradients)

@@ -106,11 +106,7 @@ def _note_versions(module: nn.Module, args: Any, output: Any) -> None:
     node = output.grad_fn if isinstance(output, Tensor) else None
     if node is None or torch.compiler.is_compiling():
         return
-    versions = [
-        (parameter, parameter._version)
-        for parameter in _bytes_of(module)
-        if (place := place_of(parameter)) is None or place[0].weights.client.home is not None  # else each graph keeps its memory
-    ]
+    versions = [(parameter, parameter._version) for parameter in _bytes_of(module) if not _is_left_to_graphs(parameter)]
 
     def compare(_: Any) -> None:
         for parameter, version in versions:
@@ -124,6 +120,13 @@ def _note_versions(module: nn.Module, args: Any, output: Any) -> None:
                 )
 
     node.register_prehook(compare)
+
+
+def _is_left_to_graphs(parameter: nn.Parameter) -> bool:
+    """Whether its unit is followed (side_doors.py): what still refers to gathered memory then keeps it, with its values."""
+    place = place_of(parameter)
+    weights = None if place is None else place[0].weights
+    return weights is not None and weights.is_sharded and weights.client.home is None
 
 
 def _bytes_of(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -140,8 +143,8 @@ def _refuse_unfit(name: str, parameter: nn.Parameter) -> None:
     kind = type(parameter).__name__
     if parameter.is_meta:
         raise ShardingError(
-            f"fully_shard: parameter {name} is packed ({kind}) and on the meta device, where it has no numbers; build its module with memory "
-            "(from_pretrained(quantization_config=...) of transformers does)"
+            f"fully_shard: parameter {name} is packed ({kind}) and on the meta device, where it has no numbers; build its module with "
+            "memory (from_pretrained(quantization_config=...) of transformers does)"
         )
     if parameter.requires_grad:
         raise ShardingError(
@@ -269,7 +272,7 @@ def _store_as_bytes(module: nn.Module, parameter: Any) -> None:
     if parameter.dtype is not torch.uint8:
         parameter.data = parameter.data.view(torch.uint8).view(-1, 1)
     parameter.quant_storage = torch.uint8
-    if hasattr(module, "quant_storage"):
+    if "quant_storage" in vars(module):
         module.quant_storage = parameter.quant_storage
 
 
