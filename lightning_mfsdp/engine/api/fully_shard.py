@@ -136,9 +136,8 @@ def fully_shard(
     if symmetric_memory:
         check_symmetric_memory(device, resolved.shard, storage)
     ignored = {id(parameter) for parameter in ignored_parameters or ()}
-    restore_packed = as_bytes(
-        whole, device, lambda parameter: id(parameter) in ignored or policy.codec_for(parameter) is not None
-    )
+    codec_for = policy.codec_for
+    restore_packed = as_bytes(whole, device, lambda one: id(one) in ignored or codec_for(one) is not None)
     materialize(whole, device, ignored)
     encoded = _encode(whole, policy, device, ignored)
     named, borrowed = _parameters_of(whole, ignored)

@@ -76,7 +76,8 @@ def as_bytes(
                 recipe = _Recipe.of(parameter)
                 raw = nn.Parameter(recipe.bytes_of(parameter, device), requires_grad=False)
                 become[id(parameter)] = parameter, raw, recipe
-            _, child._parameters[key], recipe = become[id(parameter)]
+            _, raw, recipe = become[id(parameter)]
+            setattr(child, key, raw)
             parametrize.register_parametrization(child, key, _FromBytes(recipe), unsafe=True)
             undo.append(partial(_restore, weakref.ref(child), key, recipe))
         if sites:
@@ -192,8 +193,8 @@ class _Recipe:
         for name in names:
             value = getattr(tensor, name)
             if has_tensors_inside(value):
-                inside[name] = cls.of(value, start)
-                start = inside[name].stop
+                inside[name] = nested = cls.of(value, start)
+                start = nested.stop
             else:
                 inside[name] = _Piece(start, value.dtype, value.shape)
                 start += -(-value.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
@@ -255,9 +256,8 @@ def _restore(reference: weakref.ref[nn.Module], key: str, recipe: _Recipe) -> No
     if module is None or not parametrize.is_parametrized(module, key):
         return
     parametrize.remove_parametrizations(module, key, leave_parametrized=False)
-    raw = module._parameters.pop(key)
-    assert raw is not None, "the parametrization's own parameter"
-    module.register_parameter(key, nn.Parameter(recipe.over(raw.detach()), requires_grad=False))
+    raw: Tensor = getattr(module, key)
+    setattr(module, key, nn.Parameter(recipe.over(raw.detach()), requires_grad=False))
 
 
 # -- state beside ------------------------------------------------------------------------------------------------------
