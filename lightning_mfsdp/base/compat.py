@@ -35,7 +35,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.modules import module as module_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
 __all__ = [
@@ -75,6 +75,7 @@ __all__ = [
     "grouped_mm",
     "has_accumulation_hooks",
     "has_global_hooks",
+    "has_inner_tensors",
     "in_function_forward",
     "in_transform",
     "is_composite",
@@ -576,6 +577,11 @@ def untraced(function: Callable[..., T]) -> Callable[..., T]:
         return function(*args)
 
     return called
+
+
+def has_inner_tensors(tensor: Tensor) -> bool:
+    """Whether a tensor's class says of what tensors it is made (`__tensor_flatten__`, `__tensor_unflatten__`)."""
+    return is_traceable_wrapper_subclass(tensor)
 
 
 def has_global_hooks() -> bool:

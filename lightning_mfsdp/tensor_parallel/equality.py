@@ -7,6 +7,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_mfsdp.base.errors import ShardingError
+from lightning_mfsdp.base.packed import has_tensors_inside
+
 __all__ = ["share_random_state", "share_values"]
 
 
@@ -33,7 +36,16 @@ def share_values(module: nn.Module, group: dist.ProcessGroup, device: torch.devi
         module: Nothing in it is divided.
         group: The ranks of the axis.
         device: What their communication needs tensors on.
+
+    Raises:
+        ShardingError: A parameter has tensors inside, such as a quantized weight of torchao.
     """
+    for name, parameter in module.named_parameters():
+        if has_tensors_inside(parameter):
+            raise ShardingError(
+                f"parameter {name} is packed ({type(parameter).__name__}), and no part of packed numbers is a part of a weight, which "
+                "ranks along a tensor axis have; use tensor=1, or quantize no weights"
+            )
     first = dist.get_global_rank(group, 0)
     shared: set[int] = set()
     for tensor in (*module.parameters(), *module.buffers()):

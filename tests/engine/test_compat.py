@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_mfsdp.base import compat
 from tests.engine.cases import run_cases
+from tests.engine.packed import Nibbles, packed
 from tests.helpers.distributed import run_distributed
 
 
@@ -423,6 +424,11 @@ def test_hooks_for_all_modules_are_noticed():
     assert compat.has_global_hooks()
     handle.remove()
     assert not compat.has_global_hooks()
+
+
+def test_tensors_that_are_made_of_others_are_noticed():
+    assert compat.has_inner_tensors(Nibbles(*packed(torch.ones(2, 4))))
+    assert not compat.has_inner_tensors(torch.ones(2))
 
 
 def collectives(count: int, rank: int, world: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -153,6 +154,19 @@ def test_a_tensor_axis_is_measured_without_a_gpu() -> None:
     assert all(float(row[1]) > 0 for row in (*memory, *speed))
     (_, ours, peer) = ([float(loss) for loss in row[-2:]] for row in memory)
     assert ours == pytest.approx(peer, abs=0.01), "the same model and tokens"
+
+
+def test_a_base_model_in_4_bits_is_measured_without_a_gpu() -> None:
+    for package in ("bitsandbytes", "peft", "transformers"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"could not import {package!r}")
+    command = [sys.executable, str(ROOT / "examples/benchmark/qlora.py"), "mfsdp", "--tiny", "--warmup=1", "--steps=1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("RESULT "))
+    result = json.loads(line.removeprefix("RESULT "))
+    assert result["trained"] == 32_768
+    assert all(4 < loss < 7 for loss in result["losses"])
 
 
 def test_the_peers_attention_is_the_function_that_context_parallel_puts_in_its_place(

@@ -197,6 +197,7 @@ class _Options:
                 f"{doing}: {', '.join(foreign[:4])} (of {len(foreign)}) do not begin with prefix={self.prefix!r}. Export the part of the "
                 "module that is the model, or choose a prefix that all names have"
             )
+        self._refuse_packed(doing, described)
         tensors, unfit = [], []
         for name, value in described.items():
             if isinstance(value, str):
@@ -213,6 +214,25 @@ class _Options:
                 "other state out of state_dict()"
             )
         return tensors
+
+    def _refuse_packed(self, doing: str, described: _Described) -> None:
+        """Quantized weights are written where others can read them, and are cast by nobody."""
+        bytes_alone = [
+            name
+            for name, value in described.items()
+            if ".parametrizations." in name and isinstance(value, tuple) and value[1] is torch.uint8
+        ]
+        if bytes_alone:
+            raise ValueError(
+                f"{doing}: {bytes_alone[0]} (of {len(bytes_alone)}) is the bytes of a quantized weight, which from_pretrained cannot read. "
+                "Call unshard_model on the model and save it as its library does, or save adapters alone with save_pretrained"
+            )
+        scaled = [name for name in described if ".quant_state.bitsandbytes__" in name]
+        if scaled and self.dtype is not None:
+            raise ValueError(
+                f"{doing}: dtype={self.dtype}, and {scaled[0]} (of {len(scaled)}) belongs to a 4-bit weight, whose scales must keep their "
+                "dtype; expected None. To have a model without 4-bit weights, dequantize it first"
+            )
 
 
 # -- from a checkpoint -------------------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ from lightning_mfsdp.engine.core.sharded_parameter import ShardedParameter
 from lightning_mfsdp.engine.core.unit import Unit, unit_of
 from lightning_mfsdp.engine.features.buffers import share_from_first
 from lightning_mfsdp.engine.features.direct_gradients import write_directly
+from lightning_mfsdp.engine.features.packed_weights import as_bytes, tensors_beside
 from lightning_mfsdp.engine.layout.layout import padding_advice
 from lightning_mfsdp.engine.layout.placement import resolve_placement
 
@@ -135,6 +136,8 @@ def fully_shard(
     if symmetric_memory:
         check_symmetric_memory(device, resolved.shard, storage)
     ignored = {id(parameter) for parameter in ignored_parameters or ()}
+    codec_for = policy.codec_for
+    restore_packed = as_bytes(whole, device, lambda one: id(one) in ignored or codec_for(one) is not None)
     materialize(whole, device, ignored)
     encoded = _encode(whole, policy, device, ignored)
     named, borrowed = _parameters_of(whole, ignored)
@@ -144,6 +147,7 @@ def fully_shard(
     # Before any collective that moves values: between ranks with different models these would mix them up.
     check_same_model(whole, named, resolved, device)
     _share_buffers(whole, resolved, device)
+    share_from_first([tensor for _, parameter, _ in named for tensor in tensors_beside(parameter)], resolved)
     keep_fp32 = set[int]().union(*(fp32_parameters(member, policy) for member in members))
     groups = [
         ParameterGroup(
@@ -170,7 +174,7 @@ def fully_shard(
         policy,
         reshard_after_forward=reshard_after_forward,
         side_doors=side_doors,
-        undo=write_directly(members, groups),
+        undo=[*write_directly(members, groups), *restore_packed],
     )
     context = Context(
         unit,
