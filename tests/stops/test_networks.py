@@ -36,7 +36,7 @@ class Nodes:
     """Two namespaces, the processes in them, and a third one between them that forwards what they send."""
 
     names: tuple[str, str, str]
-    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def up(self) -> None:
         between = self.names[2]
@@ -66,22 +66,18 @@ class Nodes:
         for rank in range(4):
             node = rank // 2
             variables = environment(
-                MASTER_ADDR="10.77.0.1", MASTER_PORT=str(PORT), WORLD_SIZE="4", NODE_RANK=str(node), LOCAL_RANK=str(rank % 2),
-                GLOO_SOCKET_IFNAME="cable", PYTHONUNBUFFERED="1",
-            )  # fmt: skip
-            named = f'hostname node{node}; exec "$@"'
-            command = ["ip", "netns", "exec", self.names[node], "unshare", "--uts", "sh", "-c", named, "sh"]
+                MASTER_ADDR="10.77.0.1",
+                MASTER_PORT=str(PORT),
+                WORLD_SIZE="4",
+                NODE_RANK=str(node),
+                LOCAL_RANK=str(rank % 2),
+                GLOO_SOCKET_IFNAME="cable",
+                PYTHONUNBUFFERED="1",
+            )
+            named = ["unshare", "--uts", "sh", "-c", f'hostname node{node}; exec "$@"', "sh"]
+            command = ["ip", "netns", "exec", self.names[node], *named, sys.executable, str(SCRIPT), str(folder), phase]
             with (folder / f"output-{rank}").open("w") as output:
-                self.processes.append(
-                    subprocess.Popen(
-                        [*command, sys.executable, str(SCRIPT), str(folder), phase],
-                        env=variables,
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                        text=True,
-                        cwd=ROOT,
-                    )  # fmt: skip
-                )
+                self.processes.append(subprocess.Popen(command, env=variables, stdout=output, stderr=output, cwd=ROOT))
 
     def forward(self, forwards: bool) -> None:
         """Whether packets reach the other node; links stay up."""
