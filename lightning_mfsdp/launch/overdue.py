@@ -98,7 +98,7 @@ class Overdue:
                 return
 
     def _end_process(self, why: str) -> None:
-        _log.warning(f"{self._who} is ended: {why}. What was saved before is complete")
+        _log.warning(f"{self._who} is ended: {why}. Go on from the newest complete checkpoint")
         for handler in logging.getLogger().handlers:
             handler.flush()
         self._end(EXIT_CODE)

@@ -497,7 +497,9 @@ class Peers:
             self._changed.wait_for(goes_on, timeout=max(until - time.monotonic(), 0))
             if goes_on():
                 if not self._at_work and not self._knows_failure:  # a program of its own, which may wait for the others
-                    _log.warning(f"rank {self.rank} may be waiting for others in vain: {_peer_error(self._failures)}")
+                    _log.warning(
+                        f"rank {self.rank} may be waiting for others in vain: {_peer_error(self._failures)}. Look at that error first"
+                    )
                 return
         _log.warning(
             f"rank {self.rank} is ended, which would have waited forever: {_peer_error(self._failures)}. Look at that error first"
