@@ -122,7 +122,7 @@ READ_MORE: Mapping[str, str] = {
     "unshard_model made the module plain whose rows": "checkpoints.md#the-model-after-training",
     "was given a module that is sharded": "checkpoints.md#the-model-after-training",
     "Ranks that share weights have to run the same units": "troubleshooting.md#it-hangs-or-a-rank-died",
-    "another rank is gone or does something else": "troubleshooting.md#it-hangs-or-a-rank-died",
+    "because another rank is gone or does something else": "troubleshooting.md#it-hangs-or-a-rank-died",
     "rank … ends…: …": "troubleshooting.md#it-hangs-or-a-rank-died",
     "lerp_: the sources (…)": "callbacks.md#teachers-and-target-networks",
     "needs whole vectors or matrices": "strategies.md#other-optimizers",

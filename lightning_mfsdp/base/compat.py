@@ -101,6 +101,7 @@ __all__ = [
     "storage_users",
     "symmetric_memory",
     "takes_closure",
+    "timed_out_after",
     "undecorated_step",
     "untraced",
     "uses_nccl",
@@ -494,6 +495,16 @@ def is_lost_connection(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (
         isinstance(error, (RuntimeError, ValueError)) and _LOST.search(str(error)) is not None
     )
+
+
+# Gloo: "Timed out waiting 20000ms for recv operation". The store: "wait timeout after 20000ms". NCCL: "Timeout(ms)=20000".
+_TIMED_OUT = re.compile(r"timed out waiting (\d+) ?ms|timeout after (\d+) ?ms|timeout\(ms\)=(\d+)", re.IGNORECASE)
+
+
+def timed_out_after(error: BaseException) -> float | None:
+    """Seconds that a collective waited before it failed; `None` where it was not a time-out that failed it (torch 2.11 to 2.15)."""
+    match = _TIMED_OUT.search(str(error))
+    return None if match is None else int(next(filter(None, match.groups()))) / 1000
 
 
 def undecorated_step(kind: type[Optimizer]) -> Callable[..., Any] | None:

@@ -10,9 +10,11 @@ messages, by their keys:
     at work   rank 0 has begun or ended an entry point of the Trainer: all connections end with its process, so others judge by this
               whether it was killed
     leaving   the program of rank 0 ends without an error. Not every program reports that: `os._exit` runs no handlers
-    hello     the first message of a rank, with the token of this run; rank 0 answers with `welcome`
+    hello     the first message of a rank, with the token of this run and its host; rank 0 answers with `welcome`
 
-A connection that ends in the middle of work stands for a failure: that process was killed.
+A connection that ends in the middle of work stands for a failure: that process was killed. One whose other host does not answer is ended by
+the kernel, which probes idle connections too: that machine, or the network to it, is gone, and all ranks of that host with it. Threads
+are not asked whether they live: a process that is stopped, in a debugger, or in a long call of C code is silent, and its kernel answers.
 
 Where rank 0 is gone without having been at work, others may be destroying their process groups, which must not be aborted at the same time
 (PyTorch frees memory twice). So they have time for that; those that are still there afterwards may be waiting for rank 0.
@@ -21,11 +23,14 @@ Where rank 0 is gone without having been at work, others may be destroying their
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
+import resource
 import selectors
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -43,13 +48,30 @@ _log = logging.getLogger(__name__)
 GRACE_S = 1.5  # for other ranks to fail as well, in the same place
 LEAVING_S = 30.0  # for ranks to end what they do, and their process groups, once rank 0 has ended; then what waits for it is aborted
 ENDING_S = 1.5  # for a process that is told of a failure to detect it by itself, or to report its own
+KILLED_S = 0.1  # for the connections of other ranks to end that were killed at the same time
+PROBED_S = 2  # the kernel probes a connection that was idle for so long, and again as long as no answer comes
+UNANSWERED_S = 7  # then a connection ends whose other host does not answer: at most PROBED_S later
+_LOST = frozenset((errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN))
+_FILES, _FILES_PER_RANK = (
+    1024,
+    8,
+)  # that rank 0 may have open: those of a program, and of connections to each other rank (4 were counted)
+_SHOWN = 8  # ranks, in messages
+_KILLED = "its process ended, perhaps killed"
 
 
 class _Line:
-    """Messages over a socket: a JSON object in each line."""
+    """Messages over a socket: a JSON object in each line.
 
-    def __init__(self, connection: socket.socket) -> None:
+    Attributes:
+        host: Name of the other end's.
+        is_lost: The connection has ended because the other host did not answer.
+    """
+
+    def __init__(self, connection: socket.socket, host: str = "") -> None:
         self.socket = connection
+        self.host = host
+        self.is_lost = False
         self._incomplete = b""  # the beginning of a line whose end has not arrived
         self._sending = threading.Lock()  # rank 0 sends from two threads
 
@@ -57,19 +79,25 @@ class _Line:
         try:
             with self._sending:
                 self.socket.sendall(json.dumps(message).encode() + b"\n")
-        except OSError:  # the other end is gone, which its reader detects
+        except OSError as error:  # the other end is gone, which its reader detects
+            self._note_end(error)
             _log.debug("a peer is gone", exc_info=True)
 
     def receive(self) -> list[dict[str, Any]] | None:
         """The messages received; `None` at the end."""
         try:
             data = self.socket.recv(65536)
-        except OSError:
+        except OSError as error:
+            self._note_end(error)
             data = b""
         if not data:
             return None
         *lines, self._incomplete = (self._incomplete + data).split(b"\n")
         return [json.loads(line) for line in lines]
+
+    def _note_end(self, error: OSError) -> None:
+        """The kernel reports why a connection ended only once."""
+        self.is_lost = self.is_lost or error.errno in _LOST
 
 
 class _Hub:
@@ -78,6 +106,7 @@ class _Hub:
     def __init__(self, listener: socket.socket, world_size: int, token: str) -> None:
         self._world_size, self._token = world_size, token
         self._lines: dict[int, _Line] = {}
+        self._hosts: dict[int, list[str]] = {}
         self._begun: dict[int, int] | None = None  # the batch that each rank has begun; `None`: ranks were not asked
         self._requeue = False  # requested since all agreed on the last stop
         self._failed: dict[int, dict[str, Any]] = {}
@@ -95,14 +124,11 @@ class _Hub:
                 line.send(message)
 
     def _run(self) -> None:
-        while len(self._lines) < self._world_size or self._lines.keys() - self._left:
+        while len(self._lines) < self._world_size or self._lines.keys() - self._left or self._decide_at is not None:
             wait = None if self._decide_at is None else max(self._decide_at - time.monotonic(), 0)
             for key, _ in self._selector.select(wait):
                 if key.data is None:
-                    connection, _ = key.fileobj.accept()  # type: ignore[union-attr]
-                    _close_in_children(connection)
-                    # The rank is set when its first message tells it.
-                    self._selector.register(connection, selectors.EVENT_READ, [_Line(connection), None])
+                    self._accept(key.fileobj)  # type: ignore[arg-type]
                 else:
                     self._handle(key.data)
             if self._decide_at is not None and time.monotonic() >= self._decide_at:
@@ -111,27 +137,33 @@ class _Hub:
             file.close()  # type: ignore[union-attr]
         self._selector.close()
 
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            connection, _ = listener.accept()
+        except OSError as error:  # perhaps it has too many files open; the rank waits, and it is tried again
+            _log.warning(
+                f"rank 0 cannot accept another rank's connection: {error}. If too many files are open, raise `ulimit -n`"
+            )
+            time.sleep(0.1)
+            return
+        _end_if_unanswered(connection)
+        _close_in_children(connection)
+        # The rank is set when its first message tells it.
+        self._selector.register(connection, selectors.EVENT_READ, [_Line(connection), None])
+
     def _handle(self, state: list[Any]) -> None:
         line, rank = state
         messages = line.receive()
         if messages is None:
-            self._selector.unregister(line.socket)
-            line.socket.close()
-            self._left.add(rank)
-            if rank in self._at_work:
-                self._failed.setdefault(
-                    rank, {"rank": rank, "where": None, "what": "its process ended, perhaps killed"}
-                )
-                self._decide()
-            self._agree_on_stop()
+            self._ended(line, rank)
             return
         for message in messages:
             if rank is None:
                 if message.get("token") != self._token:
                     continue
                 rank = state[1] = message["hello"]
-                self._lines[rank] = line
-                line.send({"welcome": self._token})
+                self._lines[rank], self._hosts[rank] = line, message["host"]
+                line.send({"welcome": self._token, "host": socket.gethostname()})
             elif "stop" in message:
                 self._requeue = self._requeue or message["requeue"]
                 self._ask_progress()
@@ -143,9 +175,30 @@ class _Hub:
                 if len(self._failed) + len(self._left - self._failed.keys()) >= self._world_size:
                     self._decide()
                 elif self._decide_at is None:
-                    self._decide_at = time.monotonic() + GRACE_S
+                    self._decide_soon(GRACE_S)
             elif "at work" in message:
                 (self._at_work.add if message["at work"] else self._at_work.discard)(rank)
+
+    def _ended(self, line: _Line, rank: int | None) -> None:
+        """A connection has ended: the rank's process has, or its host is lost, and all ranks on it."""
+        self._selector.unregister(line.socket)
+        line.socket.close()
+        self._left.add(rank)
+        if rank is not None and line.is_lost:
+            lost = [other for other, host in self._hosts.items() if host == self._hosts[rank]]
+            for other in lost:
+                what = _unanswered(self._hosts[other][0])
+                self._failed.setdefault(other, {"rank": other, "where": None, "what": what})
+            self._left.update(lost)
+            self._decide_soon(KILLED_S)
+        elif rank in self._at_work:
+            self._failed.setdefault(rank, {"rank": rank, "where": None, "what": _KILLED})
+            self._decide_soon(KILLED_S)
+        self._agree_on_stop()
+
+    def _decide_soon(self, wait_s: float) -> None:
+        until = time.monotonic() + wait_s
+        self._decide_at = until if self._decide_at is None else min(until, self._decide_at)
 
     def _announce(self, message: Mapping[str, Any]) -> None:
         for rank, line in self._lines.items():
@@ -185,9 +238,12 @@ class Peers:
         is_closed: Its process group is gone and another one was made; so is its end of the connection.
     """
 
-    def __init__(self, rank: int, world_size: int, line: _Line, hub: _Hub | None = None) -> None:
+    def __init__(
+        self, rank: int, world_size: int, line: _Line, hub: _Hub | None = None, first_host: Sequence[int] = (0,)
+    ) -> None:
         self.rank, self.world_size = rank, world_size
         self._hub = hub
+        self._first_host = first_host  # ranks on the host of rank 0
         self._has_entered = False  # an entry point of the Trainer, so that messages say when work begins and ends
         # What rank 0 has reported of itself, and whether its connection has ended.
         self._rank0_at_work = self._rank0_leaves = self._rank0_is_gone = False
@@ -217,18 +273,20 @@ class Peers:
         """Connect all ranks of the default process group; `None` if that is not possible. Collective."""
         rank, world_size = dist.get_rank(), dist.get_world_size()
         networks: list[tuple[str, ...]] = [()] * world_size
-        dist.all_gather_object(networks, _network_of_host())
+        network = _network_of_host()
+        dist.all_gather_object(networks, network)
         same_host = set(networks) == {networks[0]}
         listener = None
         contact: list[Any] = [None]
         if rank == 0:
-            listener = socket.create_server(("127.0.0.1" if same_host else "", 0), backlog=world_size)
+            _allow_files(world_size)
+            listener = _listener(same_host, world_size)
             _close_in_children(listener)
             contact = [(_addresses(same_host), listener.getsockname()[1], uuid.uuid4().hex)]
         dist.broadcast_object_list(contact, src=0)
         addresses, port, token = contact[0]
         hub = None if listener is None else _Hub(listener, world_size, token)
-        line = _connected_line(addresses, port, token, rank)
+        line = _connected_line(addresses, port, token, rank, network)
         problems: list[Any] = [None] * world_size
         dist.all_gather_object(problems, line is None)
         if any(problems) or line is None:
@@ -239,7 +297,9 @@ class Peers:
                     "SIGTERM must reach all. Have the firewall let that port through"
                 )
             return None
-        return cls(rank, world_size, line, hub)
+        return cls(
+            rank, world_size, line, hub, [other for other in range(world_size) if networks[other] == networks[0]]
+        )
 
     # -- stopping ------------------------------------------------------------------------------------------------------
 
@@ -371,10 +431,10 @@ class Peers:
             self._line.send(self._outgoing.pop(0))
 
     def _rank0_disconnected(self) -> None:
-        """The connection to rank 0 has ended: its process is gone."""
+        """The connection to rank 0 has ended: its process is gone, or its host."""
         with self._changed:
             self._rank0_is_gone = True
-            if self._rank0_at_work:
+            if self._rank0_at_work or (self._line.is_lost and self._may_wait):
                 self._report_rank0_gone()
             elif self._may_wait:
                 self._timer = threading.Timer(LEAVING_S, self._report_rank0_if_waited_for)
@@ -393,8 +453,11 @@ class Peers:
 
     def _report_rank0_gone(self) -> None:
         """Treat the end of rank 0, for which this rank may be waiting, as its failure."""
-        what = "its program has ended" if self._rank0_leaves else "its process ended, perhaps killed"
-        self._handle({"apart": [{"rank": 0, "what": what}]})
+        if self._line.is_lost:
+            what, gone = _unanswered(self._line.host), self._first_host
+        else:
+            what, gone = "its program has ended" if self._rank0_leaves else _KILLED, [0]
+        self._handle({"apart": [{"rank": rank, "what": what} for rank in gone]})
 
     def _handle(self, message: Mapping[str, Any]) -> None:
         with self._changed:
@@ -433,6 +496,10 @@ class Peers:
         with self._changed:
             self._changed.wait_for(goes_on, timeout=max(until - time.monotonic(), 0))
             if goes_on():
+                if not self._at_work and not self._knows_failure:  # a program of its own, which may wait for the others
+                    _log.warning(
+                        f"rank {self.rank} may be waiting for others in vain: {_peer_error(self._failures)}. Look at that error first"
+                    )
                 return
         _log.warning(
             f"rank {self.rank} is ended, which would have waited forever: {_peer_error(self._failures)}. Look at that error first"
@@ -445,9 +512,16 @@ class Peers:
 
 
 def _peer_error(failures: Sequence[Mapping[str, Any]]) -> str:
-    """Describes the failure from which others follow: the first one that was not caused by missing other ranks."""
+    """Describes the failure from which others follow, the first one that was not caused by missing other ranks, and who shares it."""
     first = next((failure for failure in failures if not failure.get("missed")), failures[0])
-    return f"rank {first['rank']} failed: {first['what']}"
+    ranks = sorted(failure["rank"] for failure in failures if failure["what"] == first["what"])
+    shown = ", ".join(map(str, ranks[:_SHOWN])) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown} failed: {first['what']}"
+
+
+def _unanswered(host: str) -> str:
+    """What is known of ranks on a host that does not answer."""
+    return f"host {host} has not answered for {UNANSWERED_S} s: the machine, or the network to it, is gone"
 
 
 def _network_of_host() -> tuple[str, ...]:
@@ -464,44 +538,79 @@ def _network_of_host() -> tuple[str, ...]:
     return tuple(known)
 
 
+def _allow_files(world_size: int) -> None:
+    """Let rank 0 have as many files open as so many ranks need, if the system allows it: store, channel and groups take some for each."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = _FILES + _FILES_PER_RANK * world_size
+    if hard != resource.RLIM_INFINITY:
+        needed = min(needed, hard)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def _listener(same_host: bool, backlog: int) -> socket.socket:
+    """Where other ranks connect: on the loopback interface, or on all of IPv4 and IPv6."""
+    if same_host:
+        return socket.create_server(("127.0.0.1", 0), backlog=backlog)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
+    return socket.create_server(("", 0), backlog=backlog)
+
+
 def _addresses(same_host: bool) -> list[str]:
-    """Addresses at which others may reach this host, likely ones first."""
+    """Addresses of IPv4 and IPv6 at which others may reach this host, likely ones first."""
     if same_host:
         return ["127.0.0.1"]
+    main = os.environ.get("MASTER_ADDR", "192.0.2.1")
     addresses = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(
-                (os.environ.get("MASTER_ADDR", "192.0.2.1"), 9)
-            )  # sends nothing, and shows which interface would be used
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((main, 9))  # sends nothing, and shows which interface would be used
             addresses.append(probe.getsockname()[0])
-        except OSError:
-            _log.debug("no way to MASTER_ADDR", exc_info=True)
     addresses.append(os.environ.get("MASTER_ADDR", ""))
-    try:
-        addresses.append(socket.gethostbyname(socket.gethostname()))
-    except OSError:
-        _log.debug("this host does not know its name", exc_info=True)
-    return [address for address in dict.fromkeys(addresses) if address and not address.startswith("127.")] or [
-        "127.0.0.1"
-    ]
+    with contextlib.suppress(OSError):  # this host may not know its name
+        addresses += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)]
+    return [
+        address
+        for address in dict.fromkeys(addresses)
+        if address and not address.startswith("127.") and address != "::1"
+    ] or ["127.0.0.1"]
 
 
-def _connected_line(addresses: Sequence[str], port: int, token: str, rank: int) -> _Line | None:
-    """A connection to the hub of rank 0, which has answered; `None` where no address leads to it."""
+def _connected_line(addresses: Sequence[str], port: int, token: str, rank: int, network: Sequence[str]) -> _Line | None:
+    """A connection to the hub of rank 0, which has answered; `None` where no address leads to it.
+
+    Args:
+        addresses: Of its host.
+        port: That it listens on.
+        token: Of this run.
+        rank: This one.
+        network: Of this host, see `_network_of_host`.
+    """
     for address in addresses:
         try:
             connection = socket.create_connection((address, port), timeout=20)
         except OSError:
             continue
         line = _Line(connection)
-        line.send({"hello": rank, "token": token})
+        line.send({"hello": rank, "token": token, "host": network})
         answer = line.receive()
         if answer and answer[0].get("welcome") == token:
+            line.host = answer[0]["host"]
             connection.settimeout(None)
+            _end_if_unanswered(connection)
             return line
         connection.close()
     return None
+
+
+def _end_if_unanswered(connection: socket.socket) -> None:
+    """Have the kernel end a connection whose other host does not answer, be it idle or not (tcp(7); probes are answered by kernels)."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBED_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBED_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNANSWERED_S * 1000)
 
 
 def _close_in_children(end: socket.socket) -> None:

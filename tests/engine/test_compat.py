@@ -343,6 +343,22 @@ def test_versions_of_several_tensors_are_set_and_shared_with_views():
     assert compat.version_of(parameters[0]) == 8
 
 
+@pytest.mark.parametrize(
+    ("message", "seconds"),
+    [
+        ("[unbound_buffer.cc:78] Timed out waiting 20000ms for recv operation to complete", 20.0),
+        ("wait timeout after 1500ms, keys: /default_pg/0", 1.5),
+        (
+            "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3, OpType=ALLREDUCE, Timeout(ms)=600000) ran",
+            600.0,
+        ),
+        ("[pair.cc:547] Connection closed by peer [127.0.0.1]:1", None),
+    ],
+)
+def test_a_time_out_tells_its_length(message: str, seconds: float | None):
+    assert compat.timed_out_after(RuntimeError(message)) == seconds
+
+
 def test_users_of_a_storage_are_counted():
     memory = torch.empty(8)
     before = compat.storage_users(memory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from lightning_mfsdp.base.errors import CollectiveError
 from lightning_mfsdp.engine import fully_shard, record_ranges
+from lightning_mfsdp.engine.comm.ranges import Ranges
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import adamw, context, inputs, loss_of, plain_chain, sharded_chain, train
 
@@ -76,6 +79,29 @@ def failures_leave_no_range_open(rank, world):
         model.wrap = lambda layer, x: layer(x)
         loss_of(model, inputs(1, rank)).backward()
         assert context(model).lane.ranges.num_open == 0
+
+
+@pytest.mark.parametrize(
+    ("seen", "how"),
+    [
+        ("[buffer.cc:78] Timed out waiting 20000ms for recv operation to complete", "timed out after 20 s"),
+        ("[pair.cc:547] Connection closed by peer", "failed"),
+    ],
+)
+def test_an_error_says_whether_it_was_a_time_out_and_asks_no_store_that_does_not_answer(seen, how):
+    """On a host that is cut off the store of ranks is out of reach, and a question to it takes minutes."""
+    is_over = threading.Event()
+    try:
+        with (
+            pytest.raises(
+                CollectiveError,
+                match=f"gather of layers.0 .collective 1 of this model. {how}, because another rank is gone",
+            ),
+            Ranges(lambda: str(is_over.wait())).around("gather", "layers.0"),
+        ):
+            raise RuntimeError(seen)
+    finally:
+        is_over.set()
 
 
 WORLDS = {

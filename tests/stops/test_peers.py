@@ -23,7 +23,7 @@ class Ranks:
         self.hub = _Hub(listener, 2, "token")
         lines: list[_Line] = []
         for rank in range(2):
-            line = _connected_line(["127.0.0.1"], listener.getsockname()[1], "token", rank)
+            line = _connected_line(["127.0.0.1"], listener.getsockname()[1], "token", rank, ("host", f"{rank}"))
             assert line is not None
             lines.append(line)
         self.first = Peers(0, 2, lines[0], self.hub)

@@ -12,9 +12,12 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from lightning_mfsdp.base import compat
+from lightning_mfsdp.base.bounded import answer_within
 from lightning_mfsdp.base.errors import CollectiveError
 
 __all__ = ["Ranges"]
+
+_ANSWER_S = 1.0  # for the store to say why another rank ended; it does not answer where its host is gone
 
 
 class Ranges:
@@ -60,12 +63,14 @@ class Ranges:
             self._around.pop().__exit__(kind, error, where)
         if error is not None and compat.is_lost_connection(error):
             rank = f"rank {dist.get_rank()}: " if dist.is_initialized() else ""
-            if peer_error := self.peer_error():
+            if peer_error := answer_within(_ANSWER_S, self.peer_error, ""):
                 raise CollectiveError(
                     f"{rank}{self.latest} failed, because another rank ended: {peer_error}"
                 ) from error
+            waited_s = compat.timed_out_after(error)
+            how = "failed" if waited_s is None else f"timed out after {waited_s:g} s"
             raise CollectiveError(
-                f"{rank}{self.latest} failed, because another rank is gone or does something else. Look for the first error in "
+                f"{rank}{self.latest} {how}, because another rank is gone or does something else. Look for the first error in "
                 "the output of the others. If there is none: all ranks must call the same, also full_tensor(), unshard, clip_grad_norm_ "
                 "and saves, and have equally many training batches"
             ) from error
