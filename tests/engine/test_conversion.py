@@ -172,7 +172,9 @@ def what_is_said_of_a_converted_parameter_holds(rank: int, world: int) -> None:
         model.first.requires_grad_(False)
         model.last.weight.requires_grad = False
         model.block[0].weight.mark = "noted"
-        with pytest.raises(EngineStateError, match=r"^parameter 0\.weight of unit block.*which a conversion of its module"):
+        with pytest.raises(
+            EngineStateError, match=r"^parameter 0\.weight of unit block.*which a conversion of its module"
+        ):
             model.block[0].weight.data = plain().block[0].weight.detach()
         back(model)
         frozen = [model.first.weight, model.first.bias, model.last.weight]
