@@ -189,11 +189,17 @@ def build_trainer(args: argparse.Namespace, epochs: int, callbacks: list[Callbac
 
 @rank_zero_only
 def report(
-    args: argparse.Namespace, curve: Curve, speed: Speed, sample: Sample, baseline: float, accepted: list[float]
+    args: argparse.Namespace,
+    curve: Curve,
+    speed: Speed,
+    sample: Sample,
+    baseline: float,
+    accepted: list[float],
+    resumed_at: int | None,
 ) -> None:
     """Save the curve and say how the run went; `accepted` are the shares of drafts, by how far ahead they were."""
     save(curve, args.output / "curve.csv")
-    picture = plot(curve, baseline, args.output / "loss.png")
+    picture = plot(curve, baseline, args.output / "loss.png", resumed_at)
     final = curve.validation[-1][1]
     below = 1 - final / baseline
     if sample.length:
@@ -224,20 +230,24 @@ def main() -> None:
     curve = Curve()
     speed = Speed(tokens_per_batch=args.micro_batch * config.seq * processes)
     sample = Sample(args.prompt, args.sample_bytes, args.temperature)
-    checkpoint = args.resume
+    checkpoint, resumed_at = args.resume, None
 
     if checkpoint is None and not (args.no_resume_demo or args.no_checkpoint):
         trainer = build_trainer(args, args.epochs // 2, [Curve(), speed])
-        trainer.fit(build_module(args), data)
-        checkpoint = trainer.checkpoint_callback.best_model_path
         if trainer.is_global_zero:
-            print(f"\nPhase 2: a new Trainer and a new model resume at step {trainer.global_step} from {checkpoint}")
+            print(
+                f"Phase 1: train to step {args.epochs // 2 * args.interval} of {args.epochs * args.interval}, and save a checkpoint"
+            )
+        trainer.fit(build_module(args), data)
+        checkpoint, resumed_at = trainer.checkpoint_callback.best_model_path, trainer.global_step
+        if trainer.is_global_zero:
+            print(f"\nPhase 2: a new Trainer and a new model resume at step {resumed_at} from {checkpoint}")
 
     trainer = build_trainer(args, args.epochs, [curve, speed, *([sample] if args.sample_bytes else [])])
     trainer.fit(build_module(args), data, ckpt_path=checkpoint)
     metrics = trainer.callback_metrics
     accepted = [metrics[f"val_draft_acceptance_{number + 1}"].item() for number in range(args.multi_token)]
-    report(args, curve, speed, sample, unigram_bits_per_byte(data.held_out()), accepted)
+    report(args, curve, speed, sample, unigram_bits_per_byte(data.held_out()), accepted, resumed_at)
 
 
 if __name__ == "__main__":

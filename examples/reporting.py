@@ -134,8 +134,8 @@ def save(curve: Curve, path: Path) -> None:
         table.writerows((step, "held_out", loss) for step, loss in curve.validation)
 
 
-def plot(curve: Curve, baseline: float, path: Path) -> Path:
-    """Draw the curve and the unigram baseline into a PNG file; returns its path."""
+def plot(curve: Curve, baseline: float, path: Path, resumed_at: int | None = None) -> Path:
+    """Draw the curve, the unigram baseline and the step at which training was resumed into a PNG file; returns its path."""
     # Imported here so that only the process that draws needs matplotlib, and without a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -146,6 +146,10 @@ def plot(curve: Curve, baseline: float, path: Path) -> Path:
     axes.plot(*zip(*curve.training, strict=True), color="tab:blue", linewidth=0.8, label="training")
     axes.plot(*zip(*curve.validation, strict=True), color="tab:orange", marker="o", label="held-out text")
     axes.axhline(baseline, color="gray", linestyle="--", label="unigram baseline")
+    if resumed_at is not None:
+        axes.axvline(
+            resumed_at, color="tab:green", linestyle=":", label=f"resumed from a checkpoint at step {resumed_at}"
+        )
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

@@ -50,6 +50,7 @@ __all__ = [
     "StochasticWeightAveraging",
     "StrategyRegistry",
     "Summary",
+    "TensorBoardLogger",
     "ThroughputMonitor",
     "TorchCheckpointIO",
     "Trainer",
@@ -118,6 +119,7 @@ if TYPE_CHECKING or NAMESPACE == "lightning.pytorch":
     )
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.core.optimizer import _MockOptimizer as MockOptimizer
+    from lightning.pytorch.loggers import TensorBoardLogger
     from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher as PrefetchDataFetcher
     from lightning.pytorch.plugins.io import TorchCheckpointIO
     from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
@@ -175,6 +177,7 @@ else:
     )
     from pytorch_lightning.core.optimizer import LightningOptimizer
     from pytorch_lightning.core.optimizer import _MockOptimizer as MockOptimizer
+    from pytorch_lightning.loggers import TensorBoardLogger
     from pytorch_lightning.loops.fetchers import _PrefetchDataFetcher as PrefetchDataFetcher
     from pytorch_lightning.plugins.io import TorchCheckpointIO
     from pytorch_lightning.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision

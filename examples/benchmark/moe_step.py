@@ -198,7 +198,7 @@ class Training:
         experts = init_device_mesh(self.device.type, (1, world), mesh_dim_names=("shard", "expert"))
         policy = policy_on(self.device)
         for block in model.blocks:
-            layer = expert_parallel(block.feed_forward.experts, experts)
+            layer = expert_parallel(block.feed_forward.experts, experts, dispatcher="all_gather")
             fully_shard(layer, experts, policy=replace(policy, cast_forward_inputs=False))  # probabilities stay float32
             fully_shard(block, dense, policy=policy)
         for part in (model.embedding, model.head, model):

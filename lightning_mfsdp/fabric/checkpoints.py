@@ -19,7 +19,7 @@ from lightning_mfsdp.checkpoint import lightning_io
 from lightning_mfsdp.checkpoint.io.directory import Directory
 from lightning_mfsdp.checkpoint.io.location import META_FILE, MODULE_VERSIONS, Location
 from lightning_mfsdp.checkpoint.io.ranks import Ranks, on_all_ranks
-from lightning_mfsdp.checkpoint.state.full_state import full_model_state, full_optimizer_state
+from lightning_mfsdp.checkpoint.state.full_state import full_model_state, full_optimizer_state, with_whole_tensors
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex, plain_name
 from lightning_mfsdp.checkpoint.state.model import ModelPlan, finish_model, known_names, load_model, plan_model
 from lightning_mfsdp.checkpoint.state.on_disk import Reads, StoredOptimizer, StoredState
@@ -65,6 +65,7 @@ def save(location: Location, state: Mapping[str, Any], filters: Filters, *, whol
             tensors[key] = _filtered(key, saved_state, filters)
         else:
             rest[key] = _filtered(key, value.state_dict() if isinstance(value, Stateful) else value, filters)
+    rest = with_whole_tensors(rest, ranks)
     content: lightning_io.FullContent | lightning_io.ShardedContent
     if whole:
         content = lightning_io.FullContent(checkpoint={**tensors, **rest})

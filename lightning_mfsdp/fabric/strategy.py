@@ -235,7 +235,8 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         self._set_world_ranks()
         assert self.cluster_environment is not None
         backend, timeout = self._options.process_group_backend, self._options.timeout
-        communication.connect(self.cluster_environment, self.root_device, backend, timeout)
+        world_size = self.num_nodes * self.num_processes
+        communication.connect(self.cluster_environment, self.root_device, backend, timeout, world_size=world_size)
         communication.peers()  # so that a rank which waits for one that failed is released
         if self._connected_mesh is None:
             sizes = self._options.mesh_sizes

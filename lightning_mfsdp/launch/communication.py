@@ -50,7 +50,12 @@ def set_world_ranks(environment: ClusterEnvironment | None, num_processes: int, 
 
 
 def connect(
-    environment: ClusterEnvironment, device: torch.device, backend: str | None, timeout: timedelta | None
+    environment: ClusterEnvironment,
+    device: torch.device,
+    backend: str | None,
+    timeout: timedelta | None,
+    *,
+    world_size: int,
 ) -> str:
     """Connect the processes, unless they are connected.
 
@@ -59,23 +64,30 @@ def connect(
         device: Of this rank.
         backend: `None`: what PyTorch uses for the device.
         timeout: Of collectives; `None`: PyTorch's own.
+        world_size: Number of processes that the run was configured for, num_nodes x devices.
 
     Returns:
         The backend.
 
     Raises:
-        ValueError: Another number of processes is connected than the run was configured for.
+        ValueError: Another number of processes was started, or is connected.
     """
+    # Lightning compares them for torchrun and SLURM alone, and data are divided among `world_size` ranks.
+    if environment.world_size() != world_size:
+        raise ValueError(
+            f"{type(environment).__name__}: {environment.world_size()} processes were started but the Trainer or Fabric was given "
+            f"{world_size} (num_nodes x devices); make them agree"
+        )
     reset_seed()
     backend = backend or default_process_group_backend(device)
     options: dict[str, Any] = {"timeout": timeout, "device_id": device if device.type == "cuda" else None}
     if not dist.is_initialized() and environment.world_size() > 1:
         options["store"] = _store_of_this_start(environment, timeout or _MEETING_TIMEOUT)
     init_dist_connection(environment, backend, **options)
-    if dist.get_world_size() != environment.world_size():
+    if dist.get_world_size() != world_size:
         raise ValueError(
-            f"{dist.get_world_size()} processes are connected but the Trainer or Fabric was given {environment.world_size()} (num_nodes x "
-            "devices); make them agree"
+            f"{dist.get_world_size()} processes are connected but the Trainer or Fabric was given {world_size} (num_nodes x devices); make "
+            "them agree"
         )
     return backend
 

@@ -117,7 +117,11 @@ class ProcessStrategy(ParallelStrategy):
         self.set_world_ranks()
         assert self.cluster_environment is not None
         self._process_group_backend = communication.connect(
-            self.cluster_environment, self.root_device, self._process_group_backend, self._timeout
+            self.cluster_environment,
+            self.root_device,
+            self._process_group_backend,
+            self._timeout,
+            world_size=self.num_nodes * self.num_processes,
         )
         self._peers = communication.peers()
         self._together = None

@@ -30,7 +30,7 @@ __all__ = ["AllGatherDispatcher", "AllToAllDispatcher", "expert_parallel", "take
 
 
 def expert_parallel(
-    experts: nn.Module, mesh: DeviceMesh, *, dispatcher: Literal["all_gather", "all_to_all"] = "all_gather"
+    experts: nn.Module, mesh: DeviceMesh, *, dispatcher: Literal["all_gather", "all_to_all"] = "all_to_all"
 ) -> nn.Module:
     """Keep this rank's share of the experts, and let the ranks of an axis compute for each other. In place, before `fully_shard`.
 
@@ -40,7 +40,7 @@ def expert_parallel(
         experts: `GroupedExperts` with the same weights on all ranks, or on the meta device; or a layer of a Hugging Face model after
             `enable_grouped_experts`, with weights, of which the first rank's count.
         mesh: Its axis "expert" is used, or its only one. Rank p of it keeps experts from `p * E / size` on.
-        dispatcher: How tokens reach their experts.
+        dispatcher: How tokens reach their experts; the default is that of the strategies' `expert_dispatcher`.
 
     Returns:
         The same module.

@@ -28,7 +28,7 @@ from lightning_mfsdp.checkpoint import lightning_io
 from lightning_mfsdp.checkpoint.background import BackgroundSaver, Staging
 from lightning_mfsdp.checkpoint.io.locate import locate
 from lightning_mfsdp.checkpoint.io.ranks import Ranks, on_all_ranks, same_on_all
-from lightning_mfsdp.checkpoint.state.full_state import full_model_state, full_optimizer_state
+from lightning_mfsdp.checkpoint.state.full_state import full_model_state, full_optimizer_state, with_whole_tensors
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex
 from lightning_mfsdp.checkpoint.state.parameter_state import PARAMETER_STATES, ParameterState, dcp_shards, full_tensors
 from lightning_mfsdp.engine import collectives_begun
@@ -52,6 +52,7 @@ from lightning_mfsdp.trainer.data_position import (
     resumable,
     training_begins,
 )
+from lightning_mfsdp.trainer.hyperparameters import compare_hyperparameters
 from lightning_mfsdp.trainer.stopped import Last, next_hpc_path
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ __all__ = ["CheckpointingStrategy"]
 
 _log = logging.getLogger(__name__)
 
+_STATES = ("state_dict", "optimizer_states", PARAMETER_STATES)  # of which ranks have shares, or rank 0 the whole
 _MODEL = "model"  # name of a Trainer's only model, where functions take models by name
 
 
@@ -232,7 +234,9 @@ class CheckpointingStrategy(ProcessStrategy):
             self._saving_ranks = Ranks.patient(self.shared_folder_timeout)
         ranks = self._saving_ranks
         scaling = self.precision_plugin.fp8_scaling({_MODEL: self._module})  # type: ignore[attr-defined]
-        checkpoint = {**checkpoint, **scaling}
+        of_module = {key: checkpoint[key] for key in _STATES if key in checkpoint}
+        others = {key: value for key, value in checkpoint.items() if key not in _STATES}
+        checkpoint = {**of_module, **with_whole_tensors(others, ranks), **scaling}
         if "loops" in checkpoint:
             checkpoint = self._with_continuation(checkpoint, ranks)
         content: lightning_io.ShardedContent | lightning_io.FullContent
@@ -375,6 +379,8 @@ class CheckpointingStrategy(ProcessStrategy):
         same_on_all("the path of load_checkpoint", os.fspath(checkpoint_path), Ranks())
         location = locate(checkpoint_path)
         self._loading, checkpoint = lightning_io.Loading.open(location, self._module, weights_only=weights_only)
+        if self._loading.directory is not None:
+            compare_hyperparameters(location, checkpoint, self._module)
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

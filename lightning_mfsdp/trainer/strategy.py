@@ -64,6 +64,7 @@ from lightning_mfsdp.trainer.checkpointing import CheckpointingStrategy
 from lightning_mfsdp.trainer.cuda_graph import GraphedTrainingStep, graphed_training_step
 from lightning_mfsdp.trainer.evaluation import step_with_all_ranks
 from lightning_mfsdp.trainer.known_warnings import KnownWarnings
+from lightning_mfsdp.trainer.loggers import check_loggers
 from lightning_mfsdp.trainer.notebook import ForkedLauncher
 from lightning_mfsdp.trainer.precision import MFSDPPrecision, translate_precision
 
@@ -353,6 +354,7 @@ class MFSDPStrategy(CheckpointingStrategy):
         self.accelerator.setup(trainer)
         self.compare_checkpoint_paths()
         check_callbacks(trainer.callbacks, self.precision_plugin.compute_dtype)  # type: ignore[attr-defined]
+        check_loggers(trainer.loggers, self._module)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             self.look_for_checkpoint_folders()
@@ -626,6 +628,9 @@ class MFSDPStrategy(CheckpointingStrategy):
             strategy_registry.register(
                 name, cls, description=f"Fully sharded: {description}", override=True, **arguments
             )
+        # LightningCLI takes a class path without options for a name, and Lightning looks names up in small letters.
+        path = f"lightning_mfsdp.{cls.__name__}".lower()
+        strategy_registry.register(path, cls, description="Fully sharded: as mfsdp, by its class path", override=True)
 
 
 def register_strategies() -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import re
 import runpy
 import shutil
 import subprocess
@@ -480,6 +481,16 @@ class Terminal(io.StringIO):
 
     def isatty(self) -> bool:
         return True
+
+
+@pytest.mark.parametrize("command", ["info", "consolidate"])
+def test_a_missing_file_is_named_with_what_to_do(command: str, tmp_path: Path, run: Run) -> None:
+    path = shutil.copytree(Path(__file__).parents[1] / "data/tag/sharded.ckpt", tmp_path / "tag.ckpt")
+    (path / "__1_0.distcp").unlink()
+    code, out, err = run(command, path, *([tmp_path / "out.ckpt"] if command == "consolidate" else []))
+    assert (code, out) == (2, "")
+    assert re.search(r"^error: .*__1_0\.distcp\S* .*is missing\. Copy ", err), err
+    assert not (tmp_path / "out.ckpt").exists()
 
 
 def test_a_bar_shows_progress_on_a_terminal_only(folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
+
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_mfsdp.engine import (
     EngineStateError,
     MixedPrecisionPolicy,
+    ShardingError,
     fully_shard,
     fully_shard_optimizer,
     no_sync,
@@ -17,7 +20,7 @@ from lightning_mfsdp.engine import (
 )
 from tests.engine.cases import Problems
 from tests.engine.worlds import by_world, check, in_turns
-from tests.helpers.chain import STRATEGIES, inputs, loss_of, plain_chain, sharded_chain, weights
+from tests.helpers.chain import STRATEGIES, adamw, inputs, loss_of, plain_chain, sharded_chain, train, weights
 from tests.helpers.pairwise import in_turn
 
 
@@ -134,12 +137,82 @@ def gradients_may_follow_the_main_weights(rank, world):
 
 def numpy_says_what_to_call(rank, world):
     model = sharded_chain()
-    for convert in (lambda t: t.numpy(), lambda t: t.detach().cpu().numpy(), np.asarray):
-        with pytest.raises(EngineStateError, match=r"numpy\(\) of parameter .*full_tensor\(\)\.numpy\(\)"):
-            convert(model.out.weight)
+    for convert in (lambda t: t.numpy(force=True), lambda t: t.detach().cpu().numpy(), np.asarray):
+        if world > 1:
+            with pytest.raises(EngineStateError, match=r"numpy\(\) of parameter .*full_tensor\(\)\.numpy\(\)"):
+                convert(model.out.weight)
+
+
+def where_every_rank_has_all_of_a_weight_numpy_reads_and_pickles_keep_it(rank, world):
+    model, plain = sharded_chain(sharding="no_shard"), plain_chain()
+    optimizers = adamw(model), torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for net, optimizer in zip((model, plain), optimizers, strict=True):
+        train(net, optimizer, [0])
+    array = model.out.weight.detach().numpy()
+    assert np.array_equal(array, np.asarray(model.out.weight.detach()))
+    assert np.allclose(array, plain.out.weight.detach().numpy(), atol=1e-6)
+    with pytest.raises(ValueError, match="read-only"):
+        array[:] = 0
+    with pytest.raises(RuntimeError, match="detach"):
+        model.out.weight.numpy()
+    for saved, expected in (
+        (model.state_dict(), plain.state_dict()),
+        (dict(model.named_parameters()), plain.state_dict()),
+        (optimizers[0].state_dict()["state"][9], optimizers[1].state_dict()["state"][9]),
+    ):
+        file = io.BytesIO()
+        torch.save(saved, file)
+        assert file.tell() < 20_000, "no memory of others in the buffer is saved"
+        file.seek(0)
+        for name, value in torch.load(file, weights_only=True).items():
+            assert type(value) in (Tensor, torch.nn.Parameter)
+            torch.testing.assert_close(value.detach(), expected[name], rtol=1e-5, atol=1e-6)
+
+
+def a_backward_to_chosen_parameters_gives_these_a_gradient_and_no_others(rank, world):
+    problems = Problems()
+    for sharding, chosen in in_turn(
+        0, [(s, c) for c in ("out", "layers.1", "layers.0.weight", "") for s in STRATEGIES]
+    ):
+        plain, model = plain_chain(), sharded_chain(sharding=sharding)
+        for step in range(3):
+            for net in (plain, model):
+                wanted = [p for name, p in net.named_parameters() if name.startswith(chosen)]
+                loss_of(net, inputs(step)).backward(inputs=wanted if step < 2 else None)  # added up, and among others
+            for name, p in plain.named_parameters():
+                gradient = model.get_parameter(name).grad
+                problems.expect((gradient is None) == (p.grad is None), f"{sharding} {chosen} {step}: {name}")
+                if gradient is not None and p.grad is not None:
+                    problems.close(gradient.full_tensor(), p.grad, f"{sharding} {chosen} {step}: {name}")
+    problems.finish()
+
+
+def containers_without_a_forward_are_no_units(rank, world):
+    for container in (nn.ModuleList([nn.Linear(4, 4)]), nn.ModuleDict({"a": nn.Linear(4, 4)})):
+        with pytest.raises(ShardingError, match=rf"{type(container).__name__} has no forward.*fully_shard\(list"):
+            fully_shard(container)
+    fully_shard(nn.ModuleList([fully_shard(nn.Linear(4, 4))]))  # of which every weight is gathered by a unit
+
+    class Stack(nn.ModuleList):
+        def forward(self, x):
+            return self[0](x)
+
+    fully_shard(Stack([nn.Linear(4, 4)]))(torch.ones(1, 4)).sum().backward()
+
+
+def a_dtype_of_gradients_that_would_have_no_effect_is_refused(rank, world):
+    weight = sharded_chain().out.weight
+    assert weight.grad_dtype is torch.float32
+    weight.grad_dtype = torch.float32
+    with pytest.raises(EngineStateError, match=r"out\.weight.*grad_dtype was set to torch\.float64.*main_grads_dtype"):
+        weight.grad_dtype = torch.float64
 
 
 CASES = (
+    a_backward_to_chosen_parameters_gives_these_a_gradient_and_no_others,
+    a_dtype_of_gradients_that_would_have_no_effect_is_refused,
+    containers_without_a_forward_are_no_units,
+    where_every_rank_has_all_of_a_weight_numpy_reads_and_pickles_keep_it,
     gradients_are_there_on_all_ranks_or_on_none,
     gradients_may_follow_the_main_weights,
     hooks_run_when_gradients_are_reduced_and_not_before,

@@ -172,6 +172,10 @@ def what_is_said_of_a_converted_parameter_holds(rank: int, world: int) -> None:
         model.first.requires_grad_(False)
         model.last.weight.requires_grad = False
         model.block[0].weight.mark = "noted"
+        with pytest.raises(
+            EngineStateError, match=r"^parameter 0\.weight of unit block.*which a conversion of its module"
+        ):
+            model.block[0].weight.data = plain().block[0].weight.detach()
         back(model)
         frozen = [model.first.weight, model.first.bias, model.last.weight]
         assert not any(one.requires_grad for one in frozen)
@@ -445,6 +449,8 @@ def full_state_dicts_are_plain_and_whole(rank: int, world: int) -> None:
 def what_cannot_be_done_while_sharded_says_how_to_go_on(rank: int, world: int) -> None:
     model = sharded()
     for use in (copy.deepcopy, saved, nn.Module.share_memory, exported, nn.parallel.DistributedDataParallel):
+        if use is saved and world == 1:  # which has whole tensors
+            continue
         for part in (model, model.block):
             with pytest.raises((EngineStateError, ShardingError), match="unshard_model"):
                 use(part)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
@@ -336,22 +337,22 @@ def weights_move_between_models_that_lie_otherwise(rank: int, world: int) -> Non
 def whole_weights_are_shown_and_written_back(rank: int, world: int) -> None:
     problems, mesh = Problems(), two_axes()
     for sharding in SHARDINGS:
-        model = nn.ModuleDict({"one": Net(1, mesh), "two": Net(2, mesh, OTHERWISE)})
+        model = nn.Sequential(OrderedDict(one=Net(1, mesh), two=Net(2, mesh, OTHERWISE)))
         fully_shard(model, mesh, sharding=sharding)
-        for shown in (model, model["two"]):
+        for shown in (model, model.two):
             with unshard(shown, writeback=True):
-                compare(problems, dict(model["two"].named_parameters()), values(2), f"{sharding} shown")
-                for parameter in model["two"].parameters():
+                compare(problems, dict(model.two.named_parameters()), values(2), f"{sharding} shown")
+                for parameter in model.two.parameters():
                     with torch.no_grad():
                         parameter.mul_(2.0)
                         parameter.view(-1)[-1] = 7.0
-            for name, parameter in model["two"].named_parameters():
+            for name, parameter in model.two.named_parameters():
                 expected = values(2)[name] * 2
                 expected.view(-1)[-1] = 7.0
                 compare(problems, parameter, expected, f"{sharding} {name} written back")
                 with torch.no_grad():
                     parameter.copy_(values(2)[name])
-        compare(problems, dict(model["one"].named_parameters()), values(1), f"{sharding} the other")
+        compare(problems, dict(model.one.named_parameters()), values(1), f"{sharding} the other")
     problems.finish()
 
 
@@ -572,8 +573,8 @@ def models_that_do_not_fit_their_mesh_are_refused(rank: int, world: int) -> None
     with pytest.raises(ShardingError, match=r"packed_rows: \(3, 6\) of sections \(2, 4\) of dim 0.*got on rank"):
         fully_shard(differing, mesh)
     for nested, around in ((mesh, alone), (alone, mesh), (mesh, two_axes("tensor", "data"))):
-        model = nn.ModuleDict({"inside": nn.Linear(2, 2), "outside": nn.Linear(2, 2)})
-        fully_shard(model["inside"], nested)
+        model = nn.Sequential(OrderedDict(inside=nn.Linear(2, 2), outside=nn.Linear(2, 2)))
+        fully_shard(model.inside, nested)
         with pytest.raises(ShardingError, match=r"unit inside was given a mesh with ranks .* along a tensor axis"):
             fully_shard(model, around)
     experts = GroupedExperts(num_experts=2, hidden_size=4, intermediate_size=4)

@@ -498,7 +498,11 @@ def a_pickled_optimizer_state_is_refused_with_what_to_save(rank: int, world: int
     optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     model(torch.ones(2, 5)).sum().backward()
     optimizer.step()
-    with pytest.raises(EngineStateError, match=r"^optimizer state.* of unit Linear.* save get_optimizer_state_dict\("):
+    if world == 1:  # which has whole tensors
+        return
+    with pytest.raises(
+        EngineStateError, match=r"^gradient or optimizer state.* of unit Linear.*get_optimizer_state_dict\("
+    ):
         torch.save(optimizer.state_dict(), io.BytesIO())
     with pytest.raises(EngineStateError, match=r"full_state_dict\(module\)"):
         torch.save(model.state_dict(), io.BytesIO())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -180,15 +181,15 @@ def a_step_after_backwards_under_no_sync_alone_leaves_what_nobody_used(rank, wor
     for sharding in in_turn(6, STRATEGIES):
         for looks in (False, True):
             torch.manual_seed(0)
-            model = nn.ModuleDict({"used": nn.Linear(3, 3), "unused": nn.Linear(3, 3)})
+            model = nn.Sequential(OrderedDict(used=nn.Linear(3, 3), unused=nn.Linear(3, 3)))
             fully_shard(model, sharding=sharding)
             optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1))
             before = {name: one.full_tensor() for name, one in model.named_parameters()}
             with no_sync(model):
-                model["used"](torch.ones(2, 3)).sum().backward()
+                model.used(torch.ones(2, 3)).sum().backward()
                 if looks:
-                    assert all(torch.isfinite(one.grad).all() for one in model["used"].parameters())
-                    model["used"](torch.ones(2, 3)).sum().backward()
+                    assert all(torch.isfinite(one.grad).all() for one in model.used.parameters())
+                    model.used(torch.ones(2, 3)).sum().backward()
             optimizer.step()
             moved = {name for name, one in model.named_parameters() if not torch.equal(one.full_tensor(), before[name])}
             assert moved == {"used.weight", "used.bias"}, (sharding, looks, moved)

@@ -54,6 +54,7 @@ PURPOSES = {
         "communication.broadcast": "rank 0's path",
         "checkpointing._with_continuation": "every rank's random and loader states",
         "state_dict.rows_by_name": "names of values whose rows nobody knows, which all ranks refuse together",
+        "full_state.with_whole_tensors": "which sharded tensors hooks have put beside the states, since all ranks gather these",
         "lightning_io.packed": "whether rank 0 could pickle what goes into meta.pt",
         "location.saving": "whether rank 0 could make room, and put the new checkpoint in place",
         "shared_folder.see_on_all": "whether every rank sees where it will write",

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import re
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+from lightning_mfsdp import MFSDPStrategy
+from lightning_mfsdp.callbacks import NaNGradientReporter, NonFiniteGradientError
 from lightning_mfsdp.context_parallel import shift_labels, tokens_in_batch
 from lightning_mfsdp.moe import GroupedExperts, TopKRouter
 from tests.helpers.distributed import run_distributed
 from tests.helpers.double import in_double
 from tests.helpers.pairwise import pairwise
+from tests.lightning.models import make_trainer
 from tests.lightning.test_context import VOCABULARY, OwnLoss, Texts, Trained, assert_equal, fit, transformers
 
 SIZES = {
@@ -150,3 +157,28 @@ def refuse(rank: int, world: int, case: str) -> str:
 def test_what_cannot_be_divided_is_refused(case: str) -> None:
     for message in run_distributed(refuse, 2, case):
         assert re.search(REFUSED[case][2], message), message
+
+
+class NaNOnRank1(Grouped):
+    """Its loss is NaN on one rank, in one step."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_index: int) -> Tensor:
+        loss = super().training_step(batch, batch_index)
+        return loss * float("nan") if batch_index == 1 and dist.get_rank() == 1 else loss
+
+
+def report(rank: int, world: int, folder: str) -> str:
+    warnings.simplefilter("ignore")  # Lightning's advice
+    strategy = MFSDPStrategy(expert=2)
+    trainer = make_trainer(folder, world, strategy=strategy, callbacks=[NaNGradientReporter()], max_steps=2)
+    with pytest.raises(NonFiniteGradientError) as caught:
+        trainer.fit(NaNOnRank1(), DataLoader(Texts("whole"), batch_size=2))
+    return str(caught.value)
+
+
+def test_a_nan_that_reaches_the_experts_of_other_ranks_is_reported_with_the_rank_that_had_it(tmp_path: Path) -> None:
+    first, *lines = run_distributed(report, 2, str(tmp_path))[0].splitlines()
+    assert re.search(r"9 parameters, on rank 1; first unit in backward order: blocks\.1\.experts$", first), first
+    of_experts = [line for line in lines if line.endswith("whose experts compute for tokens of other ranks too")]
+    assert len(of_experts) == 4
+    assert all(": NaN on rank 1" in line for line in lines[:-1] if line not in of_experts)

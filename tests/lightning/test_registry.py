@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments import KubeflowEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
@@ -16,6 +18,7 @@ from torch.distributed.fsdp import ShardingStrategy, fully_shard
 
 import lightning_mfsdp
 from lightning_mfsdp import MFSDPStrategy, MixedPrecisionPolicy, ShardingError
+from lightning_mfsdp.fabric import MFSDPFabricStrategy
 from lightning_mfsdp.options.mesh import MeshSizes
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import loader, make_trainer, seeded, strict_warnings
@@ -221,6 +224,20 @@ def test_a_rank_beyond_the_configured_world_is_an_error_that_names_both() -> Non
         ValueError, match=r"rank 1, so there are at least 2, .* was given 1 \(num_nodes x devices\); make them agree"
     ):
         MeshSizes().data_place(1, rank=1)
+
+
+@pytest.mark.parametrize("num_nodes", [1, 3])
+def test_another_number_of_processes_than_was_configured_is_an_error_before_any_of_them_waits(
+    num_nodes: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    options: dict[str, Any] = {"num_nodes": num_nodes, "plugins": [KubeflowEnvironment()]}
+    message = rf"KubeflowEnvironment: 2 processes were started but .* was given {num_nodes} \(num_nodes x devices\)"
+    with pytest.raises(ValueError, match=message):
+        make_trainer(tmp_path, 1, **options).fit(seeded(), loader(4))
+    with pytest.raises(ValueError, match=message):
+        Fabric(accelerator="cpu", devices=1, strategy=MFSDPFabricStrategy(), **options).launch()
 
 
 def test_ranks_that_divide_a_batch_are_known_on_meshes_of_ones_own() -> None:

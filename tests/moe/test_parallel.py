@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
@@ -217,3 +218,8 @@ def outcomes() -> dict[str, str]:
 @pytest.mark.parametrize("case", CASES)
 def test_experts_on_several_ranks(outcomes: dict[str, str], case: str) -> None:
     assert not outcomes[case], outcomes[case]
+
+
+def test_the_default_dispatcher_is_that_of_the_strategies() -> None:
+    default = inspect.signature(expert_parallel).parameters["dispatcher"].default
+    assert default == inspect.signature(MFSDPStrategy).parameters["expert_dispatcher"].default

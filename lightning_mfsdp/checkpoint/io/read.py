@@ -116,9 +116,15 @@ class Reader(FileSystemReader):
                 f"{self.path}: {name_of(index)} was written through the extensions {list(item.transform_descriptors)}, which cannot be "
                 "undone here; save it without them"
             )
-        with self.fs.create_stream(self.fs.concat_path(self.path, item.relative_path), "rb") as stream:
-            stream.seek(item.offset)
-            data: bytes = stream.read(item.length)
+        try:
+            with self.fs.create_stream(self.fs.concat_path(self.path, item.relative_path), "rb") as stream:
+                stream.seek(item.offset)
+                data: bytes = stream.read(item.length)
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{self.path}: {item.relative_path}, which has {name_of(index)}, is missing. Copy it from where it was written, or use "
+                "another checkpoint; `mfsdp checkpoint verify` lists all that are missing"
+            ) from error
         if len(data) != item.length:
             raise CheckpointError(
                 f"{self.path}: {item.relative_path} ends {item.length - len(data)} bytes too early for {name_of(index)}. Copy it again "

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_mfsdp.base.containers import map_tensors
+from lightning_mfsdp.base.containers import leaves_in, map_tensors
+from lightning_mfsdp.checkpoint.io.ranks import Ranks
 from lightning_mfsdp.checkpoint.state.optimizer import is_divided, is_packed
 from lightning_mfsdp.engine import ParameterView
 from lightning_mfsdp.engine.internals import placed_as, prepare_state, view_of
 
-__all__ = ["full_model_state", "full_optimizer_state", "full_state_dict"]
+__all__ = ["full_model_state", "full_optimizer_state", "full_state_dict", "with_whole_tensors"]
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,30 @@ def _once(tensor: Tensor, origin: Tensor, kept: dict[int, list[Tensor]]) -> Tens
             return other
     alike.append(tensor)
     return tensor
+
+
+def with_whole_tensors(content: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
+    """What a program has put into a checkpoint beside its states; rank 0 gets sharded tensors whole, on the CPU. Collective.
+
+    Raises:
+        RuntimeError: On all ranks: they have put different ones there.
+    """
+    paths = [path for path, value in leaves_in(content) if isinstance(value, DTensor)]
+    first, *rest = ranks.gather(paths)
+    for rank, others in enumerate(rest, start=1):
+        if others != first:
+            raise RuntimeError(
+                f"saving a checkpoint: rank {rank} has put the sharded tensors {others[:8]} into it, and rank 0 {first[:8]}; whole tensors "
+                "are gathered from all ranks, so put the same ones there on all of them (on_save_checkpoint runs on all)"
+            )
+
+    def whole(value: Tensor) -> Tensor:
+        if not isinstance(value, DTensor):
+            return value
+        tensor = value.full_tensor()
+        return tensor.detach().cpu() if ranks.rank == 0 else value
+
+    return {key: map_tensors(whole, value) for key, value in content.items()}
 
 
 def full_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any]:

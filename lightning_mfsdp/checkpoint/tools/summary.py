@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from lightning_mfsdp.checkpoint.io.local import LocalLocation
+from lightning_mfsdp.checkpoint.io.read import file_problems
 from lightning_mfsdp.checkpoint.io.trust import CheckpointError
 from lightning_mfsdp.checkpoint.tools.leaves import (
     LIGHTNING_VERSION,
@@ -108,7 +110,7 @@ def summarize(path: Path, *, trust: bool = False, largest: int = 10) -> Summary:
         largest: How many of the largest tensors are listed.
 
     Raises:
-        CheckpointError: It cannot be read.
+        CheckpointError: It cannot be read, or files are missing.
     """
     opened = open_checkpoint(path, trust=trust)
     versions, others = {}, list(opened.rest)
@@ -117,6 +119,11 @@ def summarize(path: Path, *, trust: bool = False, largest: int = 10) -> Summary:
         others.remove(LIGHTNING_VERSION)
     writers = None
     if opened.metadata is not None:
+        if problems := list(file_problems(LocalLocation(path).sizes(), opened.metadata).values()):
+            more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
+            raise CheckpointError(
+                f"{path} is incomplete: {'; '.join(problems[:8])}{more}. Copy files from where they were written, or use another checkpoint"
+            )
         files = {str(item.relative_path) for item in (opened.metadata.storage_data or {}).values()}
         writers = sorted({int(match[1]) for file in files if (match := _WRITER.fullmatch(file))})
         if opened.metadata.version:

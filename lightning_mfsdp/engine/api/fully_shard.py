@@ -206,6 +206,13 @@ def _members(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     for member in members:
         if not isinstance(member, nn.Module):
             raise ShardingError(f"fully_shard: expected a module or a list of modules, got {type(member).__name__}")
+        lists = isinstance(member, (nn.ModuleList, nn.ModuleDict)) and type(member).forward is nn.Module.forward
+        if lists and any(owner_of(parameter) is None for parameter in member.parameters()):
+            raise ShardingError(
+                f"fully_shard: {type(member).__name__} has no forward, so each of its weights would be gathered by itself and kept "
+                "until the backward. Call fully_shard on each module in it, or on a list of those that run one after the other: "
+                "fully_shard(list(layers))"
+            )
         if unit_of(member) is not None:
             raise ShardingError(
                 f"fully_shard: {type(member).__name__} is sharded already; call fully_shard once for each module"

@@ -33,7 +33,14 @@ from lightning_mfsdp.engine.core.whole_tensor import Gathered, WholeTensor, in_m
 if TYPE_CHECKING:
     from lightning_mfsdp.engine.core.group import ParameterGroup
 
-__all__ = ["gradients_to_weights", "needs_whole", "use_whole", "write_in_whole", "writes_in_place"]
+__all__ = [
+    "backward_to_weights",
+    "gradients_to_weights",
+    "needs_whole",
+    "use_whole",
+    "write_in_whole",
+    "writes_in_place",
+]
 
 _WORTH_SAYING_BYTES = 1 << 20
 
@@ -122,9 +129,9 @@ def gradients_to_weights(function: Any, args: tuple[Any, ...], kwargs: dict[str,
     call = inspect.signature(function).bind(*args, **kwargs)
     inputs = call.arguments["inputs"]
     inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-    call.arguments["inputs"] = [
-        _unsharded(tensor) if isinstance(tensor, ShardedTensor) else tensor for tensor in inputs
-    ]
+    for tensor in inputs:
+        _refuse_parts(tensor)
+    call.arguments["inputs"] = [_leaf(tensor) for tensor in inputs]
     with compat.without_torch_function():
         gradients = function(*call.args, **call.kwargs)
     return tuple(
@@ -133,18 +140,32 @@ def gradients_to_weights(function: Any, args: tuple[Any, ...], kwargs: dict[str,
     )
 
 
-def _unsharded(tensor: ShardedTensor) -> Tensor:
+def backward_to_weights(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """`loss.backward(inputs=parameters)`: these alone get gradients, which are reduced as those of any other backward."""
+    call = inspect.signature(function).bind(*args, **kwargs)
+    inputs = call.arguments.get("inputs")
+    if inputs is not None:
+        call.arguments["inputs"] = [_leaf(tensor) for tensor in inputs]
+    with compat.without_torch_function():
+        function(*call.args, **call.kwargs)
+
+
+def _leaf(tensor: Any) -> Any:
     """The leaf of graphs that stands for a sharded parameter; another tensor as it is."""
+    if not isinstance(tensor, ShardedTensor):
+        return tensor
     group, index = tensor.place
     entry = group.entries[index]
-    if tensor is not entry.sharded:
-        return tensor
-    if entry.part_axes or is_summed(entry.full):
+    return entry.full if tensor is entry.sharded else tensor
+
+
+def _refuse_parts(tensor: Any) -> None:
+    leaf = _leaf(tensor)
+    if leaf is not tensor and (tensor.place[0].entries[tensor.place[1]].part_axes or is_summed(leaf)):
         raise EngineStateError(
             f"parameter {tensor.described}: torch.autograd.grad of it was asked for, and ranks compute with different parts of it or of "
             "its gradient. Call backward and read module.parameter.grad"
         )
-    return entry.full
 
 
 def _beginning(group: ParameterGroup) -> Any:

@@ -90,7 +90,9 @@ def assign_data(target: ShardedTensor, value: Any) -> None:
         got = f"{tuple(value.shape)} {value.dtype} on {value.device}" if isinstance(value, Tensor) else type(value)
         what = ""
         why = "because it is part of a buffer"
-        if target.role is not Role.WEIGHT:
+        if target.role is Role.CONVERTED:
+            why = "which a conversion of its module (module.to(dtype), half() or cpu()) has left it"
+        elif target.role is not Role.WEIGHT:
             what = "gradient or optimizer state of "
             why = "or put another tensor in its place: parameter.grad = value, optimizer.state[parameter][name] = value"
         raise EngineStateError(

@@ -20,6 +20,7 @@ from lightning_mfsdp.base.containers import tensors_in
 from lightning_mfsdp.base.stand_in import StandIn
 from lightning_mfsdp.engine.core.held_back import HeldBackGradient
 from lightning_mfsdp.engine.core.outside import (
+    backward_to_weights,
     gradients_to_weights,
     needs_whole,
     use_whole,
@@ -74,6 +75,8 @@ def _operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             operand.before_use(zeroed=zeroed)
     if func is torch.autograd.grad:
         return gradients_to_weights(func, args, kwargs)
+    if func is torch.autograd.backward:
+        return backward_to_weights(func, args, kwargs)
     if computes(func):
         in_place = writes_in_place(func, args, kwargs)
         if in_place and writes_by_position(func):

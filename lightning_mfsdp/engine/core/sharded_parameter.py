@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils.hooks import RemovableHandle
@@ -173,6 +174,19 @@ class ShardedParameter(ShardedTensor):
         grad, shown = self._local.grad, self._shown_gradient()
         if grad is None or (shown is not None and shown._local_tensor is grad):
             self.gradient_rows = None
+
+    @property
+    def grad_dtype(self) -> torch.dtype | None:
+        """The dtype of its gradient, from the policy."""
+        return self._local.grad_dtype
+
+    @grad_dtype.setter
+    def grad_dtype(self, value: torch.dtype | None) -> None:
+        if value != self._local.grad_dtype:
+            raise EngineStateError(
+                f"{self.described}: grad_dtype was set to {value} after fully_shard, and gradients are reduced and kept as "
+                f"{self._local.grad_dtype}; use MixedPrecisionPolicy(main_grads_dtype=...)"
+            )
 
     @property
     def requires_grad(self) -> bool:

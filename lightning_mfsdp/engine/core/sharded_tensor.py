@@ -205,6 +205,11 @@ class ShardedTensor(DTensor):
         return any(placement.is_shard() for placement in self._spec.placements)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether every rank has all of it, as under "no_shard" and on one rank; all ranks agree."""
+        return len(self.shard_spec.rows_by_shard) == 1 and not self.shard_spec.piece.parts
+
+    @property
     def known_writes(self) -> int:
         """How often weights, or else gradients, of its root were written, counting only writes that are known to all ranks."""
         group = self._owner[0]()
@@ -299,15 +304,28 @@ class ShardedTensor(DTensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return ShardedTensor.over(copy.deepcopy(self._local_tensor.detach(), memo), self)
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.is_whole:
+            return (
+                self._as_plain().clone().__reduce_ex__(protocol)
+            )  # a clone: its memory is part of a buffer, all of which would be saved
         what, instead = "parameter", "full_state_dict(module)"
         if self.role not in (Role.WEIGHT, Role.CONVERTED):
-            what = "optimizer state, or another tensor, of parameter"
-            instead = "get_optimizer_state_dict(module, optimizer, options=StateDictOptions(full_state_dict=True))"
+            what = "gradient or optimizer state, or another tensor like these, of parameter"
+            instead = (
+                "value.full_tensor(), or of an optimizer get_optimizer_state_dict(module, optimizer, "
+                "options=StateDictOptions(full_state_dict=True))"
+            )
         raise EngineStateError(
             f"{what} {self.described}: sharded tensors cannot be pickled (torch.save), because each rank has rows of its own; "
             f"save {instead}, called on all ranks, use torch.distributed.checkpoint, or call unshard_model(module) first"
         )
+
+    def _as_plain(self) -> Tensor:
+        """Of a whole one: a plain tensor in its memory, without history."""
+        self.before_use()
+        with compat.without_torch_function():
+            return self._local_tensor.detach().view(self.shape)
 
     def __tensor_flatten__(self) -> Any:
         """For callers that flatten subclasses; torch.compile would reassemble a DTensor of equal parts."""
@@ -331,14 +349,23 @@ class ShardedTensor(DTensor):
         """Refused: rows of another tensor would have to lie where these do."""
         self.refuse("map_")
 
-    def numpy(self, *, force: bool = False) -> NoReturn:
-        """Refused: NumPy has no notion of ranks."""
-        raise EngineStateError(
-            f"numpy() of parameter {self.described}: this rank has only some of its rows; call value.full_tensor().numpy(), on all ranks"
-        )
+    def numpy(self, *, force: bool = False) -> Any:
+        """As of any tensor where every rank has all of it, and read-only: the engine would not notice a write.
 
-    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self.numpy()
+        Raises:
+            EngineStateError: This rank has only some of its rows.
+        """
+        if not self.is_whole:
+            raise EngineStateError(
+                f"numpy() of parameter {self.described}: this rank has only some of its rows; call value.full_tensor().numpy(), on all "
+                "ranks"
+            )
+        array = self._as_plain().requires_grad_(self.requires_grad).numpy(force=force)
+        array.setflags(write=False)
+        return array
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.numpy().__array__(*args, **kwargs)
 
     # -- refusals ------------------------------------------------------------------------------------------------------
 

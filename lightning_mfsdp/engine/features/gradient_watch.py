@@ -23,8 +23,10 @@ from torch.distributed.tensor import DTensor
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.base.streams import Event
+from lightning_mfsdp.engine.comm.mesh import EXPERT
 from lightning_mfsdp.engine.core.group import ParameterGroup, owner_of, place_of
 from lightning_mfsdp.engine.core.inspect import local_gradients, sharded_parameters
+from lightning_mfsdp.engine.core.parameter import Entry
 from lightning_mfsdp.engine.core.unit import Unit, unit_of
 
 __all__ = ["GradientWatch", "NonFiniteGradients", "NonFiniteParameter"]
@@ -48,6 +50,8 @@ class NonFiniteParameter:
         microbatch: The first in which it was, since the last check.
         first_rank: The lowest rank on which it was.
         last_rank: The highest rank on which it was.
+        of_experts: It belongs to experts that compute for tokens of other ranks too, whose NaN it then has: those ranks need not be the
+            origin.
     """
 
     name: str
@@ -56,6 +60,7 @@ class NonFiniteParameter:
     microbatch: int
     first_rank: int
     last_rank: int
+    of_experts: bool = False
 
     @property
     def ranks(self) -> str:
@@ -85,16 +90,20 @@ class NonFiniteGradients:
         lines = [f"non-finite gradients in step {self.step}"]
         if self.parameters:
             first = self.parameters[0]
-            lowest_rank = min(parameter.first_rank for parameter in self.parameters)
-            highest_rank = max(parameter.last_rank for parameter in self.parameters)
+            # Gradients of a rank's own tokens alone show where it arose, if there are any.
+            telling = [parameter for parameter in self.parameters if not parameter.of_experts] or self.parameters
+            lowest_rank = min(parameter.first_rank for parameter in telling)
+            highest_rank = max(parameter.last_rank for parameter in telling)
             lines[0] += (
                 f", microbatch {first.microbatch}: {len(self.parameters)} parameters, on {_described(lowest_rank, highest_rank)}; first "
-                f"unit in backward order: {first.unit or '(root)'}, on {first.ranks}"
+                f"unit in backward order: {first.unit or '(root)'}"
+                + ("" if first.of_experts else f", on {first.ranks}")
             )
             for parameter in self.parameters[:_MAX_LINES]:
                 place = f"{parameter.name} (unit {parameter.unit or '(root)'})"
                 later = "" if parameter.microbatch == first.microbatch else f" in microbatch {parameter.microbatch}"
-                lines.append(f"  {place}: {parameter.kind} on {parameter.ranks}{later}")
+                among = ", whose experts compute for tokens of other ranks too" if parameter.of_experts else ""
+                lines.append(f"  {place}: {parameter.kind} on {parameter.ranks}{later}{among}")
         if len(self.parameters) > _MAX_LINES:
             lines.append(f"  and {len(self.parameters) - _MAX_LINES} more")
         lines += [
@@ -333,10 +342,10 @@ class GradientWatch:
                 continue
             if group is not None:
                 start = places.starts[group]
-                named = [names[id(entry.local)] for entry in group.entries]
+                named = [(*names[id(entry.local)], _of_experts(entry)) for entry in group.entries]
             else:
                 start = places.start_of_whole
-                named = [(names_of_whole[id(parameter)], _NOT_SHARDED) for parameter in places.whole]
+                named = [(names_of_whole[id(parameter)], _NOT_SHARDED, False) for parameter in places.whole]
             seen = [
                 NonFiniteParameter(
                     name=name,
@@ -345,8 +354,9 @@ class GradientWatch:
                     microbatch=_LAST_MICROBATCH - (lowest[index] >> _LOW_BITS),
                     first_rank=self._world - _rank_in(lowest[index]),
                     last_rank=_rank_in(highest[index]) - 1,
+                    of_experts=of_experts,
                 )
-                for index, (name, unit) in enumerate(named, start=start)
+                for index, (name, unit, of_experts) in enumerate(named, start=start)
                 if lowest[index]
             ]
             non_finite += seen
@@ -360,6 +370,10 @@ class GradientWatch:
         return NonFiniteGradients(
             step=pending.step, parameters=tuple(sorted(non_finite, key=earliest)), reduced_only=tuple(reduced_only)
         )
+
+
+def _of_experts(entry: Entry) -> bool:
+    return any(axis.name == EXPERT for axis in entry.part_axes)
 
 
 def _described(first_rank: int, last_rank: int) -> str:

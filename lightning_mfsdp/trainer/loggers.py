@@ -1,0 +1,26 @@
+"""What the strategy requires of loggers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from lightning_mfsdp._lightning_api import TensorBoardLogger
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+    from lightning.pytorch.loggers import Logger
+
+__all__ = ["check_loggers"]
+
+
+def check_loggers(loggers: Iterable[Logger], module: LightningModule) -> None:
+    """Raise a ValueError for a logger that would run the module on rank 0 alone, where it would wait for the others until the time-out."""
+    for logger in loggers:
+        # Lightning's own attribute; without an example it draws nothing and warns.
+        if isinstance(logger, TensorBoardLogger) and logger._log_graph and module.example_input_array is not None:
+            raise ValueError(
+                f"{type(logger).__name__}(log_graph=True) runs the model on rank 0 alone to draw its graph, and a sharded model runs on "
+                "all ranks together; leave log_graph out, and draw the graph of the plain model before the fit: "
+                "logger.experiment.add_graph(model, inputs)"
+            )
