@@ -211,7 +211,8 @@ def test_an_interrupted_conversion_leaves_nothing_behind(written: Any, tmp_path:
         ("named", {"source": "megatron-fsdp"}, "do not begin with 'module.'"),
         ("named", {"source": "full"}, "is a directory, and checkpoints of full are a file"),
         ("file.ckpt", {"source": "fsdp2"}, "is a file, and checkpoints of fsdp2 are a directory"),
-        ("named", {"source": "deepspeed"}, "expected one of auto, fsdp1"),
+        ("named", {"source": "horovod"}, "expected one of auto, fsdp1"),
+        ("named", {"source": "deepspeed"}, "was written by another program, not by deepspeed"),
         ("", {}, "is a directory without .metadata"),
     ],
 )
