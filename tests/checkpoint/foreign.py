@@ -88,6 +88,8 @@ def write_with_lightning(folder: str, rank: int, world_size: int) -> dict[str, A
     trainer = make_trainer(folder, world_size, strategy=strategy, max_epochs=-1, max_steps=STEPS)
     trainer.fit(model, loader(4, STEPS * 4 * world_size, rank, world_size))
     trainer.save_checkpoint(f"{folder}/model_parallel.ckpt")
+    strategy._save_distributed_checkpoint = False
+    trainer.save_checkpoint(f"{folder}/model_parallel_file.ckpt")
     return whole(model, trainer.optimizers[0])
 
 

@@ -35,7 +35,12 @@ CONVERTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "from_file": ("file.ckpt", {"source": "full"}, "fsdp2"),
 }
 WEIGHTS_ONLY = ("from_bare", "from_inner", "from_unclear")
-DIRECT = {"model_parallel.ckpt": "lightning", "fsdp1.ckpt": "fsdp1", "fsdp1_mesh.ckpt": "fsdp1"}
+DIRECT = {
+    "model_parallel.ckpt": "lightning",
+    "model_parallel_file.ckpt": "lightning",
+    "fsdp1.ckpt": "fsdp1",
+    "fsdp1_mesh.ckpt": "fsdp1",
+}
 LOADED = (*DIRECT, "from_model_parallel", "from_named", "from_two_groups", "from_bare")
 LIGHTNINGS = (*DIRECT, "from_model_parallel", "from_fsdp1", "from_fsdp1_mesh")
 
@@ -70,12 +75,12 @@ def converted(written: Any) -> dict[str, Any]:
     }
 
 
-def load_all(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+def load_all(rank: int, world_size: int, folder: str, names: tuple[str, ...]) -> dict[str, Any]:
     """Through `ckpt_path`, without a step."""
     strict_warnings()
     found = {}
-    data = loader(4, 8, rank, world_size)
-    for name in LOADED:
+    data = loader(4, 4 * world_size, rank, world_size)
+    for name in names:
         model = seeded(Trained, groups=2 if name == "from_two_groups" else 1)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -95,7 +100,7 @@ def load_all(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def loaded(written: Any, converted: Any) -> dict[str, Any]:
-    return run_distributed(load_all, 2, str(written[0]))[0]  # type: ignore[no-any-return]
+    return run_distributed(load_all, 2, str(written[0]), LOADED)[0]  # type: ignore[no-any-return]
 
 
 def expected_of(name: str, states: dict[str, Any]) -> dict[str, Any]:
@@ -106,8 +111,19 @@ def expected_of(name: str, states: dict[str, Any]) -> dict[str, Any]:
 def test_a_trainer_resumes_with_the_weights_state_and_counts_that_were_saved(
     written: Any, loaded: dict[str, Any], name: str
 ) -> None:
-    expected = expected_of(name, written[1])
-    found = loaded[name]
+    assert_resumed(loaded[name], expected_of(name, written[1]), name)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_checkpoints_of_fsdpstrategy_and_modelparallelstrategy_load_on_another_number_of_ranks(
+    written: Any, world: int
+) -> None:
+    found = run_distributed(load_all, world, str(written[0]), tuple(DIRECT))[0]
+    for name in DIRECT:
+        assert_resumed(found[name], expected_of(name, written[1]), name)
+
+
+def assert_resumed(found: dict[str, Any], expected: dict[str, Any], name: str) -> None:
     for key, tensor in found["weights"].items():
         assert torch.equal(tensor, expected["weights"][key]), key
     assert found["global_step"] == (STEPS if name in LIGHTNINGS else 0)
