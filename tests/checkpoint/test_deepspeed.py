@@ -19,7 +19,7 @@ from torch.utils.data import DistributedSampler
 import lightning_mfsdp
 from lightning_mfsdp import MFSDPStrategy
 from lightning_mfsdp.checkpoint import convert_checkpoint, load_checkpoint
-from lightning_mfsdp.checkpoint.tools import deepspeed
+from lightning_mfsdp.checkpoint.tools import deepspeed, deepspeed_files
 from lightning_mfsdp.checkpoint.tools.leaves import CheckpointError
 from lightning_mfsdp.checkpoint.tools.parts import read_parts, value_of
 from lightning_mfsdp.commands import main
@@ -242,7 +242,7 @@ def changed(source: Path, target: Path, kind: str, change: Change, ranks: range 
     shutil.copytree(source, target)
     for rank, file in enumerate(sorted((target / "checkpoint").glob(f"*_{kind}_states.pt"))):
         if ranks is None or rank in ranks:
-            content = deepspeed._load(file, trust=False)
+            content = deepspeed_files.load_rank_file(file, trust=False)
             change(content, rank)
             for state in [content["optimizer_state_dict"]] if kind == "optim" else []:
                 state.pop("loss_scaler", None)  # stand-ins, which cannot be saved
@@ -276,8 +276,8 @@ def test_the_optimizer_of_bfloat16_which_saves_no_stage_and_all_zeros(written: P
 def test_zeros_behind_each_parameter_are_left_out(written: Path, tmp_path: Path) -> None:
     """`param_alignment_paddings` of newer versions: each parameter begins at a multiple of four elements."""
     files = sorted((written / "zero2/checkpoint").glob("*_optim_states.pt"))
-    states = [deepspeed._load(file, trust=False)["optimizer_state_dict"] for file in files]
-    model = deepspeed._load(written / "zero2/checkpoint/mp_rank_00_model_states.pt", trust=False)
+    states = [deepspeed_files.load_rank_file(file, trust=False)["optimizer_state_dict"] for file in files]
+    model = deepspeed_files.load_rank_file(written / "zero2/checkpoint/mp_rank_00_model_states.pt", trust=False)
     lengths = [[shape.numel() for shape in shapes.values()] for shapes in model["param_shapes"]]
     gaps = [[-length % 4 for length in own[:-1]] + [0] for own in lengths]
 
@@ -365,6 +365,10 @@ def drop(name: str) -> Callable[[Path], None]:
 
 def add(name: str, like: str = "") -> Callable[[Path], None]:
     return lambda folder: shutil.copy(folder / like, folder / name) if like else (folder / name).write_bytes(b"")
+
+
+def cut(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:2000]) and None
 
 
 def set_in(kind: str, ranks: range, change: Change) -> Callable[[Path], None]:
@@ -476,7 +480,8 @@ REFUSED: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         "has no optimizer_state_dict with partition_count",
     ),
     "a list": ("zero2", lambda folder: torch.save([], folder / OPTIM), "expected a dictionary, as DeepSpeed saves it"),
-    "a damaged file": ("zero2", add(OPTIM), "is no checkpoint"),
+    "another file": ("zero2", add(OPTIM), "is no checkpoint"),
+    "a damaged file": ("zero2", cut(OPTIM), "is a damaged file of torch.save"),
 }
 
 

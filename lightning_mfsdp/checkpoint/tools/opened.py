@@ -7,7 +7,8 @@ from pathlib import Path
 
 from lightning_mfsdp.checkpoint.io.location import META_FILE, MODULE_VERSIONS, TIED_WEIGHTS
 from lightning_mfsdp.checkpoint.io.trust import CheckpointError
-from lightning_mfsdp.checkpoint.tools.deepspeed import is_deepspeed, open_deepspeed
+from lightning_mfsdp.checkpoint.tools.deepspeed import open_deepspeed
+from lightning_mfsdp.checkpoint.tools.deepspeed_files import is_deepspeed
 from lightning_mfsdp.checkpoint.tools.leaves import (
     LIGHTNING_VERSION,
     OpenedCheckpoint,

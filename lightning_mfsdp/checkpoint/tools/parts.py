@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_mfsdp.checkpoint.io.trust import CheckpointError
-from lightning_mfsdp.checkpoint.tools.deepspeed import is_deepspeed
+from lightning_mfsdp.checkpoint.tools.deepspeed_files import is_deepspeed
 from lightning_mfsdp.checkpoint.tools.leaves import (
     ChunkedTensor,
     Leaves,
