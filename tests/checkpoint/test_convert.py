@@ -13,7 +13,7 @@ from lightning_mfsdp import MFSDPStrategy
 from lightning_mfsdp.checkpoint import convert_checkpoint
 from lightning_mfsdp.checkpoint.tools.leaves import CheckpointError, StoredTensor
 from lightning_mfsdp.checkpoint.tools.parts import names_of_numbers, read_parts
-from tests.checkpoint.foreign import STEPS, Trained, joined, write_foreign
+from tests.checkpoint.foreign import STEPS, Trained, joined, write_foreign, write_fsdp1_file
 from tests.checkpoint.internals import full_optimizer_state
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import full_state, loader, make_trainer, seeded, strict_warnings
@@ -40,6 +40,7 @@ DIRECT = {
     "model_parallel_file.ckpt": "lightning",
     "fsdp1.ckpt": "fsdp1",
     "fsdp1_mesh.ckpt": "fsdp1",
+    "fsdp1_file.ckpt": "fsdp1_file",
 }
 LOADED = (*DIRECT, "from_model_parallel", "from_named", "from_two_groups", "from_bare")
 LIGHTNINGS = (*DIRECT, "from_model_parallel", "from_fsdp1", "from_fsdp1_mesh")
@@ -55,6 +56,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
     folder = tmp_path_factory.mktemp("foreign")
     ranks = run_distributed(write_foreign, 2, str(folder))
     states = {**ranks[0], "fsdp1": joined([rank["fsdp1"] for rank in ranks])}
+    states["fsdp1_file"] = run_distributed(write_fsdp1_file, 1, str(folder))[0]
     numbers = {name: number for number, name in enumerate(optimizer_names())}
     optimizer = states["fsdp2"]["optimizer"]
     groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in optimizer["param_groups"]]
