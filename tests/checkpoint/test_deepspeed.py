@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import tarfile
@@ -217,6 +218,15 @@ def test_a_trainer_that_is_given_the_directory_itself_names_the_command(written:
     trainer = make_trainer(tmp_path, 1, strategy=MFSDPStrategy(), max_steps=1)
     with pytest.raises(ValueError, match=r"DeepSpeed wrote this directory: .*lightning-mfsdp checkpoint convert"):
         trainer.fit(make_net(), make_loader(), ckpt_path=written / "zero2")
+
+
+@pytest.mark.parametrize("command", ["verify", "export"])
+def test_commands_that_need_a_directory_of_this_strategy_name_convert(
+    written: Path, tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = [str(tmp_path / "folder")] if command == "export" else []
+    assert main(["checkpoint", command, str(written / "zero3"), *output]) == 2
+    assert re.search("DeepSpeed.*checkpoint convert", capsys.readouterr().err)
 
 
 def test_large_tensors_are_read_in_rows(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

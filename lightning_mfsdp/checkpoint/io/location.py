@@ -289,10 +289,11 @@ class Location(ABC):
         """The error if there is nothing that can be loaded."""
         return ValueError(
             f"{str(self)!r}: expected a directory with {META_FILE} in it, as this strategy writes, or a single Lightning checkpoint file; "
-            + (self._other_directory() if self.is_directory() else self.missing())
+            + (self.other_directory() if self.is_directory() else self.missing())
         )
 
-    def _other_directory(self) -> str:
+    def other_directory(self) -> str:
+        """What a directory is that holds no finished save, for messages."""
         if looks_like_deepspeed(self.names(str(self))):
             return "DeepSpeed wrote this directory: make one of it that loads, with lightning-mfsdp checkpoint convert PATH OUTPUT"
         return "the directory has no such file"

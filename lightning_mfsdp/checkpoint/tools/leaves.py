@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from lightning_mfsdp.checkpoint.io.location import looks_like_deepspeed
 from lightning_mfsdp.checkpoint.io.read import TABLE_OF_CONTENTS, Reader, name_of, strange_piece
 from lightning_mfsdp.checkpoint.io.trust import CheckpointError, RefusedError, key_of, refusal, refused_class
 
@@ -91,6 +92,10 @@ def check_table_of_contents(path: Path) -> None:
         CheckpointError: It has none.
     """
     if not (path / TABLE_OF_CONTENTS).is_file():
+        if looks_like_deepspeed(file.name for file in path.iterdir()):
+            raise CheckpointError(
+                f"{path} was written by DeepSpeed; make a directory of it with checkpoint convert first"
+            )
         raise CheckpointError(
             f"{path} is a directory without {TABLE_OF_CONTENTS}, so no checkpoint of torch.distributed.checkpoint; expected one, or a file "
             "of torch.save"
