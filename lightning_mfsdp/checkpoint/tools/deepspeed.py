@@ -305,7 +305,7 @@ def _state(vector: _Vector, name: str, values: Sequence[Any]) -> dict[str, Any]:
             f"{ONE_SAVE}"
         )
     dtype = values[0].dtype if isinstance(values[0], Tensor) else torch.float32
-    return {parameter: torch.tensor(numbers[0], dtype=dtype) for parameter in vector.shapes}
+    return {parameter: torch.tensor(numbers[0], dtype=dtype, device="cpu") for parameter in vector.shapes}
 
 
 def _in_order(vector: _Vector) -> list[str]:
