@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.strategies.fsdp import _get_full_state_dict_context
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType, fully_shard
 from torch.distributed.fsdp.api import (
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
@@ -88,6 +89,8 @@ def write_with_lightning(folder: str, rank: int, world_size: int) -> dict[str, A
     trainer = make_trainer(folder, world_size, strategy=strategy, max_epochs=-1, max_steps=STEPS)
     trainer.fit(model, loader(4, STEPS * 4 * world_size, rank, world_size))
     trainer.save_checkpoint(f"{folder}/model_parallel.ckpt")
+    strategy._save_distributed_checkpoint = False
+    trainer.save_checkpoint(f"{folder}/model_parallel_file.ckpt")
     return whole(model, trainer.optimizers[0])
 
 
@@ -97,13 +100,7 @@ def write_fsdp1(folder: Path, rank: int, world_size: int) -> dict[str, Any]:
     meta = torch.load(folder / "model_parallel.ckpt/meta.pt", weights_only=True)
     for name, mesh in (("fsdp1", None), ("fsdp1_mesh", init_device_mesh("cpu", (world_size,)))):
         module = seeded(Trained)
-        model = FullyShardedDataParallel(
-            module,
-            device_id=torch.device("cpu"),
-            device_mesh=mesh,
-            use_orig_params=True,
-            auto_wrap_policy=lambda module, recurse, **_: recurse or type(module).__name__ == "Block",
-        )
+        model = wrapped_by_fsdp1(module, mesh)
         optimizer = module.configure_optimizers()
         step(model, module, optimizer, rank, world_size)
         with FullyShardedDataParallel.state_dict_type(
@@ -121,6 +118,33 @@ def write_fsdp1(folder: Path, rank: int, world_size: int) -> dict[str, Any]:
             torch.save(meta, folder / f"{name}.ckpt/meta.pt")
         found = pieces_of_fsdp1(model, optimizer)
     return found
+
+
+def wrapped_by_fsdp1(module: nn.Module, mesh: Any = None) -> FullyShardedDataParallel:
+    return FullyShardedDataParallel(
+        module,
+        device_id=torch.device("cpu"),
+        device_mesh=mesh,
+        use_orig_params=True,
+        auto_wrap_policy=lambda module, recurse, **_: recurse or type(module).__name__ == "Block",
+    )
+
+
+def write_fsdp1_file(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """What FSDPStrategy(state_dict_type="full") writes. One rank: on several, PyTorch 2.13 crashes on a CPU where it gathers them."""
+    warnings.simplefilter("ignore")
+    assert world_size == 1
+    module = seeded(Trained)
+    model = wrapped_by_fsdp1(module)
+    optimizer = module.configure_optimizers()
+    step(model, module, optimizer, rank, world_size)
+    with _get_full_state_dict_context(model, world_size=world_size):
+        weights = model.state_dict()
+        named = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+        numbered = FullyShardedDataParallel.rekey_optim_state_dict(named, OptimStateKeyType.PARAM_ID, model)
+    meta = torch.load(Path(folder, "model_parallel.ckpt/meta.pt"), weights_only=True)
+    torch.save({**meta, "state_dict": weights, "optimizer_states": [numbered]}, Path(folder, "fsdp1_file.ckpt"))
+    return {"weights": {name: weights[name] for name, _ in seeded(Trained).named_parameters()}, "optimizer": named}
 
 
 def pieces_of_fsdp1(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

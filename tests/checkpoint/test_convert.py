@@ -13,7 +13,7 @@ from lightning_mfsdp import MFSDPStrategy
 from lightning_mfsdp.checkpoint import convert_checkpoint
 from lightning_mfsdp.checkpoint.tools.leaves import CheckpointError, StoredTensor
 from lightning_mfsdp.checkpoint.tools.parts import names_of_numbers, read_parts
-from tests.checkpoint.foreign import STEPS, Trained, joined, write_foreign
+from tests.checkpoint.foreign import STEPS, Trained, joined, write_foreign, write_fsdp1_file
 from tests.checkpoint.internals import full_optimizer_state
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import full_state, loader, make_trainer, seeded, strict_warnings
@@ -35,7 +35,13 @@ CONVERTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "from_file": ("file.ckpt", {"source": "full"}, "fsdp2"),
 }
 WEIGHTS_ONLY = ("from_bare", "from_inner", "from_unclear")
-DIRECT = {"model_parallel.ckpt": "lightning", "fsdp1.ckpt": "fsdp1", "fsdp1_mesh.ckpt": "fsdp1"}
+DIRECT = {
+    "model_parallel.ckpt": "lightning",
+    "model_parallel_file.ckpt": "lightning",
+    "fsdp1.ckpt": "fsdp1",
+    "fsdp1_mesh.ckpt": "fsdp1",
+    "fsdp1_file.ckpt": "fsdp1_file",
+}
 LOADED = (*DIRECT, "from_model_parallel", "from_named", "from_two_groups", "from_bare")
 LIGHTNINGS = (*DIRECT, "from_model_parallel", "from_fsdp1", "from_fsdp1_mesh")
 
@@ -50,6 +56,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
     folder = tmp_path_factory.mktemp("foreign")
     ranks = run_distributed(write_foreign, 2, str(folder))
     states = {**ranks[0], "fsdp1": joined([rank["fsdp1"] for rank in ranks])}
+    states["fsdp1_file"] = run_distributed(write_fsdp1_file, 1, str(folder))[0]
     numbers = {name: number for number, name in enumerate(optimizer_names())}
     optimizer = states["fsdp2"]["optimizer"]
     groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in optimizer["param_groups"]]
@@ -70,12 +77,12 @@ def converted(written: Any) -> dict[str, Any]:
     }
 
 
-def load_all(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+def load_all(rank: int, world_size: int, folder: str, names: tuple[str, ...]) -> dict[str, Any]:
     """Through `ckpt_path`, without a step."""
     strict_warnings()
     found = {}
-    data = loader(4, 8, rank, world_size)
-    for name in LOADED:
+    data = loader(4, 4 * world_size, rank, world_size)
+    for name in names:
         model = seeded(Trained, groups=2 if name == "from_two_groups" else 1)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -95,7 +102,7 @@ def load_all(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def loaded(written: Any, converted: Any) -> dict[str, Any]:
-    return run_distributed(load_all, 2, str(written[0]))[0]  # type: ignore[no-any-return]
+    return run_distributed(load_all, 2, str(written[0]), LOADED)[0]  # type: ignore[no-any-return]
 
 
 def expected_of(name: str, states: dict[str, Any]) -> dict[str, Any]:
@@ -106,8 +113,19 @@ def expected_of(name: str, states: dict[str, Any]) -> dict[str, Any]:
 def test_a_trainer_resumes_with_the_weights_state_and_counts_that_were_saved(
     written: Any, loaded: dict[str, Any], name: str
 ) -> None:
-    expected = expected_of(name, written[1])
-    found = loaded[name]
+    assert_resumed(loaded[name], expected_of(name, written[1]), name)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_checkpoints_of_fsdpstrategy_and_modelparallelstrategy_load_on_another_number_of_ranks(
+    written: Any, world: int
+) -> None:
+    found = run_distributed(load_all, world, str(written[0]), tuple(DIRECT))[0]
+    for name in DIRECT:
+        assert_resumed(found[name], expected_of(name, written[1]), name)
+
+
+def assert_resumed(found: dict[str, Any], expected: dict[str, Any], name: str) -> None:
     for key, tensor in found["weights"].items():
         assert torch.equal(tensor, expected["weights"][key]), key
     assert found["global_step"] == (STEPS if name in LIGHTNINGS else 0)
@@ -211,7 +229,8 @@ def test_an_interrupted_conversion_leaves_nothing_behind(written: Any, tmp_path:
         ("named", {"source": "megatron-fsdp"}, "do not begin with 'module.'"),
         ("named", {"source": "full"}, "is a directory, and checkpoints of full are a file"),
         ("file.ckpt", {"source": "fsdp2"}, "is a file, and checkpoints of fsdp2 are a directory"),
-        ("named", {"source": "deepspeed"}, "expected one of auto, fsdp1"),
+        ("named", {"source": "horovod"}, "expected one of auto, fsdp1"),
+        ("named", {"source": "deepspeed"}, "was written by another program, not by deepspeed"),
         ("", {}, "is a directory without .metadata"),
     ],
 )

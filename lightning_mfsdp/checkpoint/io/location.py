@@ -17,7 +17,7 @@ import pickle
 import re
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import IO, Any
@@ -39,7 +39,16 @@ from lightning_mfsdp.checkpoint.io.shared_folder import (
 )
 from lightning_mfsdp.checkpoint.io.trust import WEIGHTS_ONLY, RefusedError, key_of, refusal, refused_class
 
-__all__ = ["META_FILE", "MODULE_VERSIONS", "TIED_WEIGHTS", "Location", "Place", "beside"]
+__all__ = [
+    "DEEPSPEED_TAG",
+    "META_FILE",
+    "MODULE_VERSIONS",
+    "TIED_WEIGHTS",
+    "Location",
+    "Place",
+    "beside",
+    "looks_like_deepspeed",
+]
 
 # What a directory holds besides tensors. Rank 0 writes it last.
 META_FILE = "meta.pt"
@@ -47,6 +56,8 @@ META_FILE = "meta.pt"
 TIED_WEIGHTS = "tied_weights"
 # In it: by the key of a model, versions of its modules by name, which `load_state_dict` of a newer program may look for.
 MODULE_VERSIONS = "module_versions"
+# What DeepSpeed writes beside the folders of its checkpoints: the name of the last one.
+DEEPSPEED_TAG = "latest"
 
 
 @dataclass(frozen=True)
@@ -278,8 +289,14 @@ class Location(ABC):
         """The error if there is nothing that can be loaded."""
         return ValueError(
             f"{str(self)!r}: expected a directory with {META_FILE} in it, as this strategy writes, or a single Lightning checkpoint file; "
-            + ("the directory has no such file" if self.is_directory() else self.missing())
+            + (self.other_directory() if self.is_directory() else self.missing())
         )
+
+    def other_directory(self) -> str:
+        """What a directory is that holds no finished save, for messages."""
+        if looks_like_deepspeed(self.names(str(self))):
+            return "DeepSpeed wrote this directory: make one of it that loads, with lightning-mfsdp checkpoint convert PATH OUTPUT"
+        return "the directory has no such file"
 
     def foreign_content(self) -> IsADirectoryError:
         """What `begin` raises rather than write over a directory that is no checkpoint."""
@@ -291,6 +308,11 @@ class Location(ABC):
         """Write a whole file, durably."""
         with self.create(path) as file:
             file.write(content)
+
+
+def looks_like_deepspeed(names: Iterable[str]) -> bool:
+    """Whether a directory with these names in it is one that DeepSpeed saved into, or that of a tag in it."""
+    return any(name == DEEPSPEED_TAG or name.endswith(("_model_states.pt", "_optim_states.pt")) for name in names)
 
 
 def beside(name: str, kind: str) -> str:

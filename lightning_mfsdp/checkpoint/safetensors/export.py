@@ -87,7 +87,7 @@ def export_checkpoint(
     else:
         raise ValueError(
             f"export_checkpoint: {source}: expected a checkpoint of this strategy, a directory with {META_FILE} in it or a single file; "
-            + ("the directory has no such file" if source.is_directory() else "there is nothing at that path")
+            + (source.other_directory() if source.is_directory() else "there is nothing at that path")
         )
     files = plan_files(options.plan(f"export_checkpoint: {source}", described), max_shard_bytes)
     with (

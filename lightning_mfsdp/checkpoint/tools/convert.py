@@ -24,7 +24,7 @@ from lightning_mfsdp.checkpoint.io.trust import CheckpointError
 from lightning_mfsdp.checkpoint.io.write import Writer
 from lightning_mfsdp.checkpoint.tools.leaves import (
     LIGHTNING_VERSION,
-    StoredTensor,
+    ChunkedTensor,
     is_tensor,
     size_bytes,
     state_dict_of,
@@ -154,7 +154,7 @@ class _ReadingPlanner(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         value = self.state_dict[index.fqn]
-        if isinstance(value, StoredTensor):
+        if isinstance(value, ChunkedTensor):
             assert index.offset is not None, "chunks of tensors have a place"
             value = value.read(index.offset)
         if isinstance(value, Tensor):
@@ -171,11 +171,11 @@ class _Assembly:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._tensors: list[tuple[StoredTensor, Tensor]] = []
+        self._tensors: list[tuple[ChunkedTensor, Tensor]] = []
 
     def full(self, leaf: Any) -> Any:
         """The tensor, `[*shape]`, to be filled in; other leaves as values."""
-        if not isinstance(leaf, StoredTensor):
+        if not isinstance(leaf, ChunkedTensor):
             return value_of(leaf)
         tensor = torch.empty(0, dtype=leaf.dtype, device="cpu")
         if size_bytes(leaf):

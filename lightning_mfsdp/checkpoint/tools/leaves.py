@@ -3,7 +3,7 @@
     ("model", "head.weight")                                  of a directory of torch.distributed.checkpoint: `StoredTensor`, `StoredObject`
     ("optimizer_0", "state", "head.weight", "exp_avg")        of a file of `torch.save`: tensors that are mapped into memory, and values
 
-`open_checkpoint` opens either.
+`opened.py` opens either, and what DeepSpeed wrote.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from lightning_mfsdp.checkpoint.io.location import META_FILE, MODULE_VERSIONS, TIED_WEIGHTS
+from lightning_mfsdp.checkpoint.io.location import looks_like_deepspeed
 from lightning_mfsdp.checkpoint.io.read import TABLE_OF_CONTENTS, Reader, name_of, strange_piece
 from lightning_mfsdp.checkpoint.io.trust import CheckpointError, RefusedError, key_of, refusal, refused_class
 
 __all__ = [
     "LIGHTNING_VERSION",
+    "ChunkedTensor",
     "Leaves",
     "NestedPath",
     "OpenedCheckpoint",
@@ -50,7 +51,6 @@ __all__ = [
     "is_tensor",
     "leaves_of_file",
     "load_file",
-    "open_checkpoint",
     "size_bytes",
     "state_dict_of",
 ]
@@ -74,6 +74,7 @@ class OpenedCheckpoint:
         tied: Further names of tied weights, and the name that each is the same as, if the checkpoint records that.
         versions: Of the model's modules, by name; `None` if the checkpoint does not record them.
         metadata: Table of contents of a directory.
+        kind: What it is, in words.
     """
 
     leaves: Leaves
@@ -81,36 +82,7 @@ class OpenedCheckpoint:
     tied: dict[str, str] = field(default_factory=dict)
     versions: dict[str, Any] | None = None
     metadata: Metadata | None = None
-
-
-def open_checkpoint(path: Path, *, trust: bool = False) -> OpenedCheckpoint:
-    """Open a directory of torch.distributed.checkpoint or a file of `torch.save`; tensor data is not read.
-
-    Raises:
-        CheckpointError: There is neither, or it cannot be read.
-    """
-    if path.is_dir():
-        check_table_of_contents(path)
-        stored = StoredCheckpoint(path, trust=trust)
-        rest = {}
-        if (path / META_FILE).is_file():
-            rest = load_file(path / META_FILE, trust=trust)
-            if not isinstance(rest, dict):
-                raise CheckpointError(
-                    f"{path / META_FILE}: expected a dictionary, as this strategy saves it, got {type(rest).__name__}"
-                )
-        tied = rest.pop(TIED_WEIGHTS, {})
-        versions = rest.pop(MODULE_VERSIONS, {}).get("model")
-        return OpenedCheckpoint(leaves=stored.leaves, rest=rest, tied=tied, versions=versions, metadata=stored.metadata)
-    content = load_file(path, trust=trust)
-    if not isinstance(content, Mapping) or LIGHTNING_VERSION not in content:
-        return OpenedCheckpoint(leaves=leaves_of_file(content))
-    states = ("state_dict", "optimizer_states")
-    return OpenedCheckpoint(
-        leaves=leaves_of_file({key: content[key] for key in states if key in content}),
-        rest={key: value for key, value in content.items() if key not in states},
-        versions=getattr(content.get("state_dict"), "_metadata", None),
-    )
+    kind: str = "full file"
 
 
 def check_table_of_contents(path: Path) -> None:
@@ -120,6 +92,10 @@ def check_table_of_contents(path: Path) -> None:
         CheckpointError: It has none.
     """
     if not (path / TABLE_OF_CONTENTS).is_file():
+        if looks_like_deepspeed(file.name for file in path.iterdir()):
+            raise CheckpointError(
+                f"{path} was written by DeepSpeed; make a directory of it with checkpoint convert first"
+            )
         raise CheckpointError(
             f"{path} is a directory without {TABLE_OF_CONTENTS}, so no checkpoint of torch.distributed.checkpoint; expected one, or a file "
             "of torch.save"
@@ -159,6 +135,50 @@ class UnreadTensor(ABC):
     def pieces(self) -> int:
         """How many it was written in."""
         return 1
+
+
+class ChunkedTensor(UnreadTensor):
+    """A tensor that is read in chunks.
+
+    `torch.distributed.checkpoint` saves it like any tensor, through a planner that reads the chunks (`convert.py`).
+    """
+
+    @property
+    @abstractmethod
+    def chunks(self) -> list[ChunkStorageMetadata]:
+        """Where each chunk is in the whole tensor."""
+
+    @abstractmethod
+    def read(self, offsets: torch.Size) -> Tensor:
+        """The chunk at these offsets, `[*chunk.sizes]`, on the CPU."""
+
+    @property
+    def pieces(self) -> int:
+        """How many chunks there are."""
+        return len(self.chunks)
+
+    def read_into(self, target: Tensor) -> Iterator[int]:
+        """Copy all chunks into `target`, `[*shape]`; yields the bytes of each once it is copied."""
+        for chunk in self.chunks:
+            piece = self.read(torch.Size(chunk.offsets))
+            place = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            target[place].copy_(piece)
+            yield piece.nbytes
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)),
+                    properties=properties,
+                    size=self.shape,
+                ),
+            )
+            for chunk in self.chunks
+        ]
 
 
 TensorLeaf = Tensor | UnreadTensor
@@ -252,11 +272,8 @@ class StoredCheckpoint:
 
 
 @dataclass(frozen=True, eq=False)
-class StoredTensor(UnreadTensor):
-    """A tensor in a sharded checkpoint, in chunks that were written one by one.
-
-    `torch.distributed.checkpoint` saves it like any tensor, through a planner that reads the chunks (`convert.py`).
-    """
+class StoredTensor(ChunkedTensor):
+    """A tensor in a sharded checkpoint, in chunks that were written one by one."""
 
     checkpoint: StoredCheckpoint
     key: str
@@ -271,11 +288,6 @@ class StoredTensor(UnreadTensor):
     def dtype(self) -> torch.dtype:
         """Of its elements."""
         return self.entry.properties.dtype
-
-    @property
-    def pieces(self) -> int:
-        """How many chunks there are."""
-        return len(self.chunks)
 
     @property
     def chunks(self) -> list[ChunkStorageMetadata]:
@@ -305,29 +317,6 @@ class StoredTensor(UnreadTensor):
                 "Copy the checkpoint again, or use another"
             )
         return value
-
-    def read_into(self, target: Tensor) -> Iterator[int]:
-        """Copy all chunks into `target`, `[*shape]`; yields the bytes of each once it is copied."""
-        for chunk in self.chunks:
-            piece = self.read(torch.Size(chunk.offsets))
-            place = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-            target[place].copy_(piece)
-            yield piece.nbytes
-
-    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        properties = TensorProperties(dtype=self.dtype)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)),
-                    properties=properties,
-                    size=self.shape,
-                ),
-            )
-            for chunk in self.chunks
-        ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -370,15 +359,20 @@ def check_is_file(path: Path) -> None:
             )
 
 
-def load_file(path: Path, *, trust: bool) -> Any:
+def load_file(path: Path, *, trust: bool, unpickler: Any = None) -> Any:
     """Load what `torch.save` wrote, with tensors mapped and not read.
+
+    Args:
+        path: The file.
+        trust: Read Python objects that `torch.load` refuses by default.
+        unpickler: With `trust`, the module to use instead of `pickle`.
 
     Raises:
         CheckpointError: It is not such a file, is damaged, or holds Python objects and `trust` is not set.
     """
     check_is_file(path)
     try:
-        return torch.load(path, map_location="cpu", weights_only=not trust, mmap=True)
+        return torch.load(path, map_location="cpu", pickle_module=unpickler, weights_only=not trust, mmap=True)
     except pickle.UnpicklingError as error:
         refused = refused_class(error)
         with path.open("rb") as file:

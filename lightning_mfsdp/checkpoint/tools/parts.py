@@ -19,19 +19,20 @@ import torch
 from torch import Tensor
 
 from lightning_mfsdp.checkpoint.io.trust import CheckpointError
+from lightning_mfsdp.checkpoint.tools.deepspeed_files import is_deepspeed
 from lightning_mfsdp.checkpoint.tools.leaves import (
+    ChunkedTensor,
     Leaves,
     NestedPath,
     StoredObject,
-    StoredTensor,
     flat_name,
     is_tensor,
-    open_checkpoint,
 )
+from lightning_mfsdp.checkpoint.tools.opened import open_checkpoint
 
 __all__ = ["CheckpointParts", "OptimizerPart", "Source", "find_parts", "names_of_numbers", "read_parts", "value_of"]
 
-Source = Literal["auto", "fsdp1", "fsdp2", "megatron-fsdp", "full"]
+Source = Literal["auto", "fsdp1", "fsdp2", "megatron-fsdp", "deepspeed", "full"]
 
 _MODEL_KEYS = ("model", "state_dict", "module", "model_state_dict")
 _WRAPPER = "module."
@@ -77,7 +78,7 @@ class OptimizerPart:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointParts:
-    """A checkpoint in parts. Tensors may be `StoredTensor`.
+    """A checkpoint in parts. Tensors may be `ChunkedTensor`.
 
     Attributes:
         model: By name.
@@ -111,7 +112,7 @@ def read_parts(
     """Take a checkpoint apart; reads small values only.
 
     Args:
-        path: A directory of torch.distributed.checkpoint, or a file of `torch.save`.
+        path: A directory of torch.distributed.checkpoint or of DeepSpeed, or a file of `torch.save`.
         source: The program that wrote it. "megatron-fsdp" and "auto" handle megatron-fsdp's "module." before every name.
         model_key: Path of the model's state dict, joined with dots, where it cannot be found.
         parameters: Names of all parameters in the order in which the optimizers hold them, for states that go by number. Names as in the
@@ -182,7 +183,7 @@ def value_of(leaf: Any) -> Any:
     """A leaf as a value: objects and stored tensors are read."""
     if isinstance(leaf, StoredObject):
         return leaf.read()
-    if isinstance(leaf, StoredTensor):
+    if isinstance(leaf, ChunkedTensor):
         whole = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
         for _ in leaf.read_into(whole):
             pass
@@ -197,6 +198,9 @@ def _check_source(path: Path, source: Source) -> None:
         got = "file" if path.is_file() else "directory"
         expected = "file" if source == "full" else "directory"
         raise CheckpointError(f"{path} is a {got}, and checkpoints of {source} are a {expected}; leave --from out")
+    if source not in ("auto", "full") and path.is_dir() and is_deepspeed(path) != (source == "deepspeed"):
+        program = "another program" if source == "deepspeed" else "DeepSpeed"
+        raise CheckpointError(f"{path} was written by {program}, not by {source}; leave --from out")
 
 
 def _in_optimizer(path: NestedPath, parent: NestedPath) -> bool:

@@ -18,9 +18,9 @@ from lightning_mfsdp.checkpoint.tools.leaves import (
     UnreadTensor,
     flat_name,
     is_tensor,
-    open_checkpoint,
     size_bytes,
 )
+from lightning_mfsdp.checkpoint.tools.opened import open_checkpoint
 from lightning_mfsdp.checkpoint.tools.parts import CheckpointParts, OptimizerPart, find_parts
 
 __all__ = ["OptimizerSummary", "Summary", "TensorSummary", "summarize", "summarize_leaves"]
@@ -130,7 +130,7 @@ def summarize(path: Path, *, trust: bool = False, largest: int = 10) -> Summary:
             versions["torch.distributed.checkpoint"] = str(opened.metadata.version)
     return replace(
         summarize_leaves(path, opened.leaves, largest=largest),
-        kind="full file" if opened.metadata is None else "sharded directory",
+        kind=opened.kind,
         epoch=opened.rest.get("epoch"),
         global_step=opened.rest.get("global_step"),
         versions=versions,

@@ -26,9 +26,9 @@ from lightning_mfsdp.checkpoint.tools.leaves import (
     check_table_of_contents,
     flat_name,
     load_file,
-    open_checkpoint,
     size_bytes,
 )
+from lightning_mfsdp.checkpoint.tools.opened import open_checkpoint
 
 __all__ = ["NonFinite", "Verification", "count_nonfinite", "cover_problems", "rows_in_pieces", "verify"]
 
