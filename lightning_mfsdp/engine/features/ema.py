@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_mfsdp.base import compat
@@ -15,7 +17,7 @@ from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.engine.core.conversion import refuse_moved
 from lightning_mfsdp.engine.core.group import owner_of, place_of
 from lightning_mfsdp.engine.core.inspect import context_of, sharded_parameters
-from lightning_mfsdp.engine.core.parameter import is_left_behind
+from lightning_mfsdp.engine.core.parameter import Entry, is_left_behind
 from lightning_mfsdp.engine.core.sharded_tensor import ShardedTensor
 
 __all__ = ["AveragedWeights"]
@@ -23,11 +25,12 @@ __all__ = ["AveragedWeights"]
 
 @dataclass(frozen=True, eq=False)
 class _Source:
-    """What is averaged: a parameter's main weight, and the representation that shows whether it is trainable."""
+    """What is averaged: a parameter's main weight, what shows whether it is trainable, and its entry if it is sharded."""
 
     name: str
     main: Tensor
     shown: Tensor
+    entry: Entry | None = None
 
 
 class AveragedWeights:
@@ -48,6 +51,7 @@ class AveragedWeights:
         self.device = device
         self._module = weakref.ref(module)
         self._averages: dict[str, Tensor] = {}
+        self._entries: dict[str, weakref.ref[Entry]] = {}  # of the sharded ones among these
         self._sources: list[_Source] | None = None
         self._waiting: list[_Source] = []
         self._pairs: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -114,18 +118,35 @@ class AveragedWeights:
         views = sharded_parameters(module)
         if not views:
             return
-        self._sources = [_Source(view.name, view.main, view.local) for view in views]
+        owners = ((view, owner_of(view.local)) for view in views)
+        self._sources = [_Source(view.name, view.main, view.local, owner and owner[1]) for view, owner in owners]
         self._sources += [
             _Source(name, parameter.detach(), parameter)
             for name, parameter in module.named_parameters()
             if owner_of(parameter) is None and parameter.is_floating_point()
         ]
+        self._forget_former()
         self._pair()
+
+    def _forget_former(self) -> None:
+        """Forget averages of parameters in whose place there are others now, or whose rows other ranks may have now."""
+        now = {source.name: source.entry for source in self._sources or ()}
+        former = [name for name, entry in self._entries.items() if name not in now or entry() is not now[name]]
+        for name in former:
+            del self._averages[name], self._entries[name]
+        if former and (not dist.is_initialized() or dist.get_rank() == 0):
+            warnings.warn(
+                f"AveragedWeights: the average of {', '.join(former[:4])}{', ...' if len(former) > 4 else ''} begins again, because these "
+                "were sharded again with layers that came into the model; to continue an average, load a checkpoint that has it",
+                stacklevel=2,
+            )
 
     def _pair(self) -> None:
         """Averages and their weights, as lists for fused operations; rows that this rank does not have are left out."""
         sources = self._sources or []
         self._waiting = [source for source in sources if source.name not in self._averages]
+        averaged = {source.name: source.entry for source in sources if source.name in self._averages}
+        self._entries = {name: weakref.ref(entry) for name, entry in averaged.items() if entry is not None}
         pairs = [(self._averages[source.name], source.main) for source in sources if source.name in self._averages]
         self._pairs = (
             [average for average, _ in pairs if average.numel()],
@@ -191,7 +212,7 @@ class AveragedWeights:
     @torch.no_grad()
     def load_rows(self, rows: Mapping[str, Tensor]) -> None:
         """Load what `rows` returned, on any number of ranks. An empty mapping forgets the average."""
-        self._averages = {}
+        self._averages, self._entries = {}, {}
         self._attach()
         self._pair()
         for source in [source for source in self._waiting if source.name in rows]:
