@@ -389,7 +389,8 @@ def with_whole_tensors(checkpoint: dict[str, Any], ranks: Ranks) -> dict[str, An
     def whole(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor):
             return tensor
-        full = tensor.detach().full_tensor()
+        sharded: Any = tensor.detach()
+        full: Tensor = sharded.full_tensor()
         return full.cpu() if ranks.rank == 0 else full.new_empty(0, device="cpu")
 
     return {**map_tensors(whole, rest), **rows} if names else checkpoint

@@ -256,7 +256,8 @@ class ShardedParameter(ShardedTensor):
                 f"register_hook on parameter {self.described}: the module that has it is gone or was made plain by unshard_model; take the "
                 "parameter from the module again"
             )
-        return full.register_hook(hook)
+        handle: RemovableHandle = full.register_hook(hook)
+        return handle
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> RemovableHandle:
         """Call `hook(parameter)` at the end of each backward that reduced its gradient; `.grad` is set then, and may be cleared.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -89,12 +89,12 @@ class AveragedWeights:
         """`average = decay * average + (1 - decay) * weight`; the first time a copy. Nothing waits for the device."""
         self._attach()
         averages, mains = self._pairs
-        if averages and averages[0].device == mains[0].device and all(main.dtype == self.dtype for main in mains):
+        if averages and averages[0].device == mains[0].device and _are_alike(averages, mains):
             compat.foreach_lerp_(averages, mains, 1.0 - decay)
         else:
             for average, main in zip(averages, mains, strict=True):
                 on_device = average.to(main.device, non_blocking=True)
-                on_device.lerp_(main.to(self.dtype), 1.0 - decay)
+                on_device.lerp_(main.to(average.dtype), 1.0 - decay)
                 if on_device is not average:
                     average.copy_(on_device, non_blocking=True)
         trained = [source for source in self._waiting if source.shown.requires_grad]
@@ -123,7 +123,7 @@ class AveragedWeights:
         self._sources += [
             _Source(name, parameter.detach(), parameter)
             for name, parameter in module.named_parameters()
-            if owner_of(parameter) is None and parameter.is_floating_point()
+            if owner_of(parameter) is None and (parameter.is_floating_point() or parameter.is_complex())
         ]
         self._forget_former()
         self._pair()
@@ -154,10 +154,11 @@ class AveragedWeights:
         )
 
     def _copy(self, value: Tensor) -> Tensor:
-        """Copy a weight to the average's dtype and device."""
+        """Copy a weight to the average's dtype and device; the dtype of complex ones is their own."""
         place = torch.device(self.device or value.device)
         with torch.inference_mode(False):
-            copied = torch.empty(value.shape, dtype=self.dtype, device=place, pin_memory=place != value.device)
+            dtype = value.dtype if value.is_complex() else self.dtype
+            copied = torch.empty(value.shape, dtype=dtype, device=place, pin_memory=place != value.device)
             return copied.copy_(value, non_blocking=True)
 
     def release(self) -> None:
@@ -236,3 +237,8 @@ class AveragedWeights:
                 is_sharded = isinstance(value, ShardedTensor)
                 averaged[key] = ShardedTensor.over(average.to(value.device), value) if is_sharded else average
         return averaged
+
+
+def _are_alike(averages: Sequence[Tensor], mains: Sequence[Tensor]) -> bool:
+    """Whether averages have the dtypes of their weights."""
+    return all(average.dtype == main.dtype for average, main in zip(averages, mains, strict=True))
