@@ -127,6 +127,7 @@ class ShardedEMA(Callback, HasParameterState):
         if self._weights is None or not self._weights.belongs_to(pl_module):
             self._weights = AveragedWeights(pl_module, dtype=self.dtype, device=self.device)
             self.updates = self._last_step = 0
+        self._weights.release()  # what it read since the last run may be sharded again for this one
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count from the current step of training."""

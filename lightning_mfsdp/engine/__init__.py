@@ -23,7 +23,7 @@ Terms, and where they are defined:
 from lightning_mfsdp.base.errors import CollectiveError, EngineStateError, ShardingError
 from lightning_mfsdp.engine.api.fully_shard import fully_shard
 from lightning_mfsdp.engine.api.optimizer import fully_shard_optimizer
-from lightning_mfsdp.engine.api.units import fully_shard_units
+from lightning_mfsdp.engine.api.units import fully_shard_units, shard_added
 from lightning_mfsdp.engine.core.conversion import bring_home, unshard_model
 from lightning_mfsdp.engine.core.functions import (
     around_backward,
@@ -47,6 +47,7 @@ from lightning_mfsdp.engine.core.inspect import (
     refuse_unsharded,
     sharded_parameters,
     units,
+    unsharded_parameters,
 )
 from lightning_mfsdp.engine.core.policy import MixedPrecisionPolicy
 from lightning_mfsdp.engine.features.buffers import broadcast_buffers
@@ -106,10 +107,12 @@ __all__ = [
     "refresh_weights",
     "refuse_unsharded",
     "row_placement",
+    "shard_added",
     "sharded_parameters",
     "traced_step",
     "units",
     "unshard",
     "unshard_model",
+    "unsharded_parameters",
     "watch_backward",
 ]

@@ -22,8 +22,10 @@ from lightning_mfsdp.engine import (
     fully_shard_units,
     is_sharded,
     refuse_unsharded,
+    shard_added,
     sharded_parameters,
     units,
+    unsharded_parameters,
 )
 from lightning_mfsdp.engine.internals import divided_over, resolve_placement
 from lightning_mfsdp.options.arguments import (
@@ -177,9 +179,10 @@ class StrategyOptions(DeclaredOptions):
             self._share_random_states(mesh.tensor, device)
         if is_sharded(module):
             bring_home(module)  # undo a `.cpu()` or `.half()` since the last run
-            refuse_unsharded(module)
             self._refuse_other_axes(module, mesh)
             self._recompute_in(module)
+            if added := unsharded_parameters(module):
+                self._shard_added(module, added, mesh, precision)
             warn_of_other_options(
                 module, precision.policy, self.sharding, self.outer_sharding, self.offload, self.unused_parameters
             )
@@ -207,16 +210,7 @@ class StrategyOptions(DeclaredOptions):
             mesh=mesh.sharded,
             before=partial(self._keep_own_parts, experts) if experts else divide,
             other_meshes=experts,
-            sharding=self.sharding,
-            outer_sharding=self.outer_sharding,
-            policy=precision.policy,
-            reshard_after_forward=self.reshard_after_forward,
-            side_doors=self.side_doors,
-            ignored_parameters=ignored_parameters(module, self.ignored_parameters),
-            storage=self.storage,
-            symmetric_memory=self.symmetric_memory,
-            offload=self.offload,
-            unused_parameters=self.unused_parameters,
+            **self._arguments(module, precision),
         )
         precision.take_sharded_module(module)
         options = compile_options(self.compile)
@@ -227,6 +221,46 @@ class StrategyOptions(DeclaredOptions):
             rank_zero_info(said)
         trained = [view for view in sharded_parameters(module) if view.dtensor.requires_grad]
         rank_zero_info(describe_units(units(module), sum(view.main.numel() for view in trained)))
+
+    def _arguments(self, module: nn.Module, precision: ShardedPrecision) -> dict[str, Any]:
+        """Of `fully_shard`, the same for all units."""
+        return {
+            "sharding": self.sharding,
+            "outer_sharding": self.outer_sharding,
+            "policy": precision.policy,
+            "reshard_after_forward": self.reshard_after_forward,
+            "side_doors": self.side_doors,
+            "ignored_parameters": ignored_parameters(module, self.ignored_parameters),
+            "storage": self.storage,
+            "symmetric_memory": self.symmetric_memory,
+            "offload": self.offload,
+            "unused_parameters": self.unused_parameters,
+        }
+
+    def _shard_added(
+        self, module: nn.Module, added: Mapping[str, nn.Parameter], mesh: RunMesh, precision: ShardedPrecision
+    ) -> None:
+        """Shard what came into a sharded model since the last run.
+
+        Raises:
+            ShardingError: Layers were divided or compiled before they were sharded, which new ones are not.
+        """
+        if mesh.tensor is not None or mesh.experts is not None or compile_options(self.compile) is not None:
+            refuse_unsharded(module)
+        check_adapters(module)
+        unsharded = set(map(id, added.values()))
+        new = {
+            part for part in module.modules() if (own := [*part.parameters()]) and unsharded.issuperset(map(id, own))
+        }
+        for part in new:
+            precision.cast_module(part)
+        together = 1 if self.blocks_per_unit == "auto" and self.units != "auto" else self.blocks_per_unit
+        chosen = join_blocks(module, [unit for unit in select_units(module, self.units) if unit in new], together)
+        count = shard_added(module, chosen, mesh.sharded, **self._arguments(module, precision))
+        names = f"{', '.join(list(added)[:4])}{', ...' if len(added) > 4 else ''}"
+        rank_zero_info(
+            f"mfsdp: {names} came into {type(module).__name__} since it was sharded: {len(chosen)} new units, and {count} sharded again"
+        )
 
     def _divide(self, module: nn.Module, mesh: RunMesh, device: torch.device) -> dict[nn.Module, DeviceMesh]:
         """Divide experts and weights, as far as the mesh has axes for them. Returns the mesh of each layer of experts."""

@@ -13,6 +13,7 @@ from lightning_mfsdp._lightning_api import (
     BaseFinetuning,
     Callback,
     ModelCheckpoint,
+    ModelPruning,
     StochasticWeightAveraging,
     ThroughputMonitor,
     WeightAveraging,
@@ -31,14 +32,9 @@ __all__ = [
     "SeesTrainingSteps",
     "check_background_saves",
     "check_callbacks",
+    "prepare_optimizers",
     "recompute_option",
 ]
-
-_UNFIT_CALLBACKS: dict[type[Callback], str] = {
-    StochasticWeightAveraging: "average weights with lightning_mfsdp.callbacks.ShardedEMA",
-    WeightAveraging: "average weights with lightning_mfsdp.callbacks.ShardedEMA",
-    BaseFinetuning: "use ShardedBackboneFinetuning of lightning_mfsdp.callbacks, or derive yours from ShardedFinetuning there",
-}
 
 
 class ChoosesRecompute(ABC):
@@ -100,10 +96,31 @@ def recompute_option(option: Recompute | Mapping[str, Any] | None, callbacks: Se
     return choosing[0].recompute if choosing else as_recompute(option)
 
 
-def check_callbacks(callbacks: Sequence[Callback], compute_dtype: torch.dtype) -> None:
-    """Raise a ValueError for callbacks of Lightning's that hold or average whole parameters, and warn of one that assumes a wrong dtype.
+def prepare_optimizers(trainer: Trainer, states: Mapping[str, Any]) -> None:
+    """Have callbacks give optimizers the parameters that they held when the states of callbacks, by key, were saved."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        state = states.get(callback.state_key)
+        if state is None:
+            continue
+        if isinstance(callback, PreparesOptimizers):
+            callback.prepare_optimizers(trainer, state)
+        elif isinstance(callback, BaseFinetuning):
+            # Lightning's own do this when fit begins, which is after optimizers are compared with the checkpoint.
+            callback.load_state_dict(state)
+            BaseFinetuning.on_fit_start(callback, trainer, trainer.lightning_module)
 
-    Also for two that would save what they keep for parameters under one name.
+
+def check_callbacks(callbacks: Sequence[Callback], compute_dtype: torch.dtype, *, weights_are_whole: bool) -> None:
+    """Refuse callbacks that cannot work with what the engine holds, and warn of those that work less well than ours.
+
+    Args:
+        callbacks: Of the Trainer.
+        compute_dtype: What layers compute in.
+        weights_are_whole: Every rank has all rows of every weight.
+
+    Raises:
+        ValueError: One puts other parameters in place of those that the engine holds, or two would save what they keep for parameters
+            under one name.
     """
     taken = {GRADIENTS, "model", "state_dict"}
     for callback in callbacks:
@@ -115,9 +132,17 @@ def check_callbacks(callbacks: Sequence[Callback], compute_dtype: torch.dtype) -
                     "give each callback one of its own"
                 )
             taken.add(key)
-        for kind, cure in _UNFIT_CALLBACKS.items():
-            if isinstance(callback, kind) and not isinstance(callback, PreparesOptimizers):
-                raise ValueError(f"{type(callback).__name__} does not work with sharded parameters; {cure}")
+        if isinstance(callback, ModelPruning):
+            raise ValueError(
+                f"{type(callback).__name__} replaces parameters by others, with masks, between two epochs, and strategy mfsdp reduces and "
+                "steps those that the model had when it was sharded; call torch.nn.utils.prune in configure_model, or use "
+                'strategy="ddp"'
+            )
+        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)) and not weights_are_whole:
+            rank_zero_warn(
+                f"{type(callback).__name__} keeps a whole copy of the model on every rank, and gathers every weight for each update; "
+                "use lightning_mfsdp.callbacks.ShardedEMA, which averages each rank's own rows without communication"
+            )
         # Lightning's own treats an unknown precision plugin as float32.
         if type(callback) is ThroughputMonitor and callback.available_flops and compute_dtype != torch.float32:
             rank_zero_warn(

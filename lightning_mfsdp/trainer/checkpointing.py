@@ -34,7 +34,7 @@ from lightning_mfsdp.checkpoint.state.parameter_state import PARAMETER_STATES, P
 from lightning_mfsdp.engine import collectives_begun
 from lightning_mfsdp.launch import slurm
 from lightning_mfsdp.launch.processes import ProcessStrategy
-from lightning_mfsdp.trainer.callback_hooks import HasParameterState, PreparesOptimizers
+from lightning_mfsdp.trainer.callback_hooks import HasParameterState, prepare_optimizers
 from lightning_mfsdp.trainer.continuation import (
     GRADIENTS,
     RANK_STATES,
@@ -174,13 +174,6 @@ class CheckpointingStrategy(ProcessStrategy):
                 states[callback.checkpoint_key] = callback.parameter_state
         return states
 
-    def _prepare_optimizers(self, checkpoint: dict[str, Any]) -> None:
-        trainer = self._module.trainer
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            state = checkpoint.get("callbacks", {}).get(callback.state_key)
-            if isinstance(callback, PreparesOptimizers) and state is not None:
-                callback.prepare_optimizers(trainer, state)
-
     def parameter_state(self, state: ParameterState) -> dict[str, Tensor]:
         """What a callback puts into `checkpoint["parameter_states"]` under its key: rows, or whole tensors on rank 0. Collective."""
         if self._is_alone:
@@ -239,6 +232,7 @@ class CheckpointingStrategy(ProcessStrategy):
         checkpoint = {**of_module, **with_whole_tensors(others, ranks), **scaling}
         if "loops" in checkpoint:
             checkpoint = self._with_continuation(checkpoint, ranks)
+        checkpoint = lightning_io.with_whole_tensors(checkpoint, ranks)
         content: lightning_io.ShardedContent | lightning_io.FullContent
         if self.state_dict_type == "full":
             content = lightning_io.FullContent(checkpoint=checkpoint)
@@ -395,7 +389,7 @@ class CheckpointingStrategy(ProcessStrategy):
             # Lightning requires the keys. Without states optimizers start afresh.
             content.setdefault("optimizer_states", [])
             content.setdefault("lr_schedulers", [])
-            self._prepare_optimizers(content)
+            prepare_optimizers(self._module.trainer, content.get("callbacks", {}))
             callbacks: list[Any] = self._module.trainer.callbacks  # type: ignore[attr-defined]
             hooks = [getattr(callback.on_load_checkpoint, "__func__", None) for callback in callbacks]
             if all(hook is Callback.on_load_checkpoint for hook in hooks):  # else these may still change states

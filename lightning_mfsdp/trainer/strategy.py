@@ -353,7 +353,11 @@ class MFSDPStrategy(CheckpointingStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self.compare_checkpoint_paths()
-        check_callbacks(trainer.callbacks, self.precision_plugin.compute_dtype)  # type: ignore[attr-defined]
+        check_callbacks(
+            trainer.callbacks,  # type: ignore[attr-defined]
+            self.precision_plugin.compute_dtype,
+            weights_are_whole=self.world_size == 1 or self.sharding in ("no_shard", 0),
+        )
         check_loggers(trainer.loggers, self._module)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:

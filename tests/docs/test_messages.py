@@ -48,7 +48,6 @@ PASSED_ON = {
     "because another rank ended: …": "the error of the other rank",
     "rank … ends…: …": "the error of the rank that failed",
     "does not fit the model:": "advice for where it is loaded",
-    " does not work with sharded parameters; …": "what to use instead",
     "has no option …: …": "what to use instead",
     "did you mean …?": "the nearest name",
     "if … is meant: …": "what to use instead",

@@ -1,14 +1,30 @@
-"""Layers that come into a model after it was sharded are named, since nobody would shard or reduce them."""
+"""Layers that come into a model between two fits are sharded when the next one begins; those that come later are named."""
 
 from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_mfsdp import MFSDPStrategy, sharded_parameters, unshard_model
+from lightning_mfsdp import MFSDPStrategy, ShardingError, sharded_parameters, units, unshard_model
+from lightning_mfsdp.callbacks import ShardedEMA
 from tests.engine.worlds import by_world, check
+from tests.lightning.models import (
+    CLASSES,
+    DIM,
+    Block,
+    Classifier,
+    full_state,
+    loader,
+    make_trainer,
+    seeded,
+    train_plainly,
+)
 
 
 class Model(LightningModule):
@@ -30,8 +46,8 @@ class Model(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(model: Model) -> None:
-    strategy = MFSDPStrategy(ignored_parameters=["frozen.*"])
+def fit(model: Model, **options: Any) -> None:
+    strategy = MFSDPStrategy(ignored_parameters=["frozen.*"], **options)
     trainer = Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -44,7 +60,7 @@ def fit(model: Model) -> None:
     trainer.fit(model, torch.ones(2, 2, 4))
 
 
-def of_a_replaced_head(rank: int, world: int) -> None:
+def of_a_replaced_head_where_layers_are_compiled(rank: int, world: int) -> None:
     model = Model()
     fit(model)
     fit(model)
@@ -53,7 +69,7 @@ def of_a_replaced_head(rank: int, world: int) -> None:
     with pytest.raises(
         ValueError, match=r"Model: body\.extra, head\.weight, head\.bias came into the model after it was sharded"
     ):
-        fit(model)
+        fit(model, compile=True)
     fit(unshard_model(model))
     names = {name for name, _ in model.named_parameters() if not name.startswith("frozen")}
     assert {view.name for view in sharded_parameters(model)} == names
@@ -68,9 +84,186 @@ def of_a_layer_wrapped_when_training_starts(rank: int, world: int) -> None:
         fit(model)
 
 
-WORLDS = {1: (of_a_replaced_head, of_a_layer_wrapped_when_training_starts)}
+WORLDS = {1: (of_a_replaced_head_where_layers_are_compiled, of_a_layer_wrapped_when_training_starts)}
 
 
 @by_world(WORLDS)
 def test_parameters_are_named(world, case):
     check(WORLDS, world, case)
+
+
+# -- between two fits -----------------------------------------------------------------------------------------------------
+
+
+class Tied(Classifier):
+    """The table of a unit is shown by a module of the root, too, and by another unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].linear.weight = self.blocks[0].linear.weight
+        self.after = nn.Linear(DIM, DIM)
+        self.after.weight = self.blocks[0].linear.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inputs(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.after(x) * self.scale + self.shift)
+
+
+def a_new_head(model: Any) -> list[str]:
+    """More rows than before, so that rows of the other parameters of the root move to other ranks."""
+    model.head = nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.Tanh(), nn.Linear(2 * DIM, CLASSES))
+    return []
+
+
+def a_new_block(model: Any) -> list[str]:
+    model.blocks.append(Block())
+    return ["blocks.2"]
+
+
+def another_block_in_place_of_one(model: Any) -> list[str]:
+    model.blocks[1] = Block()
+    return ["blocks.1"]
+
+
+def a_layer_in_a_block(model: Any) -> list[str]:
+    model.blocks[0].linear = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
+    return []
+
+
+def a_parameter_in_place_of_one(model: Any) -> list[str]:
+    model.scale = nn.Parameter(torch.full((DIM,), 1.5))
+    model.blocks[0].norm.weight = nn.Parameter(torch.full((DIM,), 0.5))
+    return []
+
+
+def two_fits(
+    model: Any, change: Callable[[Any], list[str]], rank: int, world: int, strategy: Callable[[], Any]
+) -> list[str]:
+    """A fit, a change of the model, and another fit."""
+    for step in range(2):
+        if step:
+            torch.manual_seed(5)
+            new_units = change(model)
+        trainer = make_trainer("", world, strategy=strategy(), max_epochs=1)
+        trainer.fit(model, loader(8 // world, 16, rank, world))
+    trainer.validate(model, loader(8 // world, 16, rank, world), verbose=False)
+    return new_units
+
+
+def _trains_as_one_process(
+    kind: type[LightningModule], change: Callable[[Any], list[str]], rank: int, world: int
+) -> None:
+    plain = seeded(kind)
+    for step in range(2):
+        if step:
+            torch.manual_seed(5)
+            change(plain)
+        train_plainly(plain, 8, 2)
+    for sharding in ("no_shard", "optim_grads", "optim_grads_params"):
+        model = seeded(kind)
+        new_units = two_fits(model, change, rank, world, lambda: MFSDPStrategy(units=["Block"], sharding=sharding))  # noqa: B023
+        names = [unit.name for unit in units(model)]
+        assert set(new_units) <= set(names), names
+        assert len(names) == 1 + len(model.blocks), names
+        assert {name for view in sharded_parameters(model) for name in view.names} == {
+            name for name, _ in model.named_parameters(remove_duplicate=False)
+        }
+        weights = full_state(model)
+        for name, value in plain.named_parameters():
+            torch.testing.assert_close(weights[name], value.detach(), rtol=1e-4, atol=1e-6, msg=f"{sharding} {name}")
+
+
+def a_head_is_replaced(rank: int, world: int) -> None:
+    _trains_as_one_process(Classifier, a_new_head, rank, world)
+
+
+def a_block_is_added(rank: int, world: int) -> None:
+    _trains_as_one_process(Classifier, a_new_block, rank, world)
+
+
+def a_block_is_replaced(rank: int, world: int) -> None:
+    _trains_as_one_process(Classifier, another_block_in_place_of_one, rank, world)
+
+
+def a_layer_of_a_block_is_replaced(rank: int, world: int) -> None:
+    _trains_as_one_process(Classifier, a_layer_in_a_block, rank, world)
+
+
+def parameters_are_replaced(rank: int, world: int) -> None:
+    _trains_as_one_process(Classifier, a_parameter_in_place_of_one, rank, world)
+
+
+def a_head_is_replaced_where_units_share_a_weight(rank: int, world: int) -> None:
+    _trains_as_one_process(Tied, a_new_head, rank, world)
+
+
+def parameters_are_replaced_where_units_share_a_weight(rank: int, world: int) -> None:
+    _trains_as_one_process(Tied, a_parameter_in_place_of_one, rank, world)
+
+
+def ranks_with_other_layers_are_told(rank: int, world: int) -> None:
+    model = seeded()
+    options = {"strategy": MFSDPStrategy(units=["Block"]), "max_epochs": 1}
+    make_trainer("", world, **options).fit(model, loader(4, 16, rank, world))
+    model.head = nn.Linear(DIM, CLASSES, bias=bool(rank))
+    with pytest.raises(
+        ShardingError, match=r"since Classifier was sharded, other parameters came into it on this rank"
+    ):
+        make_trainer("", world, strategy=MFSDPStrategy(units=["Block"])).fit(model, loader(4, 16, rank, world))
+
+
+def new_layers_are_cast_and_old_optimizers_told(rank: int, world: int) -> None:
+    model = seeded()
+    options: dict[str, Any] = {"precision": "bf16-true", "max_epochs": 1}
+    trainer = make_trainer("", world, strategy=MFSDPStrategy(units=["Block"]), **options)
+    trainer.fit(model, loader(4, 16, rank, world))
+    former = trainer.optimizers[0]
+    a_new_head(model)
+    make_trainer("", world, strategy=MFSDPStrategy(units=["Block"]), **options).fit(model, loader(4, 16, rank, world))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    with pytest.raises(ShardingError):
+        former.step()
+
+
+def an_average_of_weights_that_were_sharded_again_begins_again(rank: int, world: int) -> None:
+    model, ema = seeded(), ShardedEMA(0.5)
+    make_trainer("", world, strategy=MFSDPStrategy(units=["Block"]), callbacks=[ema]).fit(
+        model, loader(4, 16, rank, world)
+    )
+    blocks = {name: rows.clone() for name, rows in ema.parameter_state.rows().items() if name.startswith("blocks")}
+    a_new_head(model)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        trainer = make_trainer(
+            "", world, strategy=MFSDPStrategy(units=["Block"]), callbacks=[ema], limit_train_batches=1
+        )
+        trainer.fit(model, loader(4, 16, rank, world))
+    said = [str(each.message) for each in warned if "begins again" in str(each.message)]
+    assert len(said) == (rank == 0), said
+    rows = ema.parameter_state.rows()
+    views = {view.name: view for view in sharded_parameters(model)}
+    assert rows.keys() == views.keys()
+    for name, view in views.items():
+        expected = view.main if name not in blocks else (blocks[name] + view.main) / 2
+        torch.testing.assert_close(rows[name], expected)
+
+
+CASES = (
+    a_head_is_replaced,
+    a_block_is_added,
+    a_block_is_replaced,
+    a_layer_of_a_block_is_replaced,
+    parameters_are_replaced,
+    a_head_is_replaced_where_units_share_a_weight,
+    parameters_are_replaced_where_units_share_a_weight,
+    new_layers_are_cast_and_old_optimizers_told,
+    an_average_of_weights_that_were_sharded_again_begins_again,
+)
+BETWEEN = {1: (a_head_is_replaced,), 2: (*CASES, ranks_with_other_layers_are_told)}
+
+
+@by_world(BETWEEN)
+def test_what_is_added_between_two_fits_is_sharded(world, case):
+    check(BETWEEN, world, case)

@@ -117,6 +117,12 @@ CASES: dict[str, tuple[type[LightningModule], Any, Any]] = {
         lambda: backbone_callback(ShardedBackboneFinetuning),
     ),
     "base": (Transfer, Step, ShardedStep),
+    "Lightning's backbone": (
+        Transfer,
+        lambda: backbone_callback(BackboneFinetuning),
+        lambda: backbone_callback(BackboneFinetuning),
+    ),
+    "Lightning's base": (Transfer, Step, Step),
     "by hand": (ByHand, None, None),
     "module.freeze": (OnFrozen, None, None),
 }
@@ -192,12 +198,10 @@ def refusals() -> str:
         optimizer.step()
     with pytest.warns(UserWarning, match="1 of 1 parameters to be unfrozen are in the optimizer already"):
         assert ShardedFinetuning.filter_on_optimizer(optimizer, iter([model.bias])) == []
-    with pytest.raises(ValueError, match="derive yours from ShardedFinetuning"):
-        fit(seeded(Transfer), 1, 0, Step, strategy="mfsdp")
     return str(twice.value)
 
 
-def test_lightnings_own_callback_and_a_parameter_in_two_groups_are_refused(on_one: dict[Any, Any]) -> None:
+def test_a_parameter_in_two_groups_is_refused(on_one: dict[Any, Any]) -> None:
     assert "holds parameter weight twice" in on_one["twice"]
 
 

@@ -15,7 +15,6 @@ from lightning.pytorch.callbacks import (
     DeviceStatsMonitor,
     LearningRateMonitor,
     ModelSummary,
-    StochasticWeightAveraging,
     ThroughputMonitor,
 )
 from lightning.pytorch.cli import LightningCLI
@@ -264,16 +263,6 @@ def throughput(side: Side) -> dict[str, Any]:
     }
 
 
-def averaging(side: Side) -> str:
-    """Lightning averages whole weights, so its callback is refused with words about what to do."""
-    if side.name == "ddp":
-        return ""
-    trainer = side.trainer(callbacks=[StochasticWeightAveraging(swa_lrs=0.01)])
-    with pytest.raises(ValueError, match="does not work with sharded parameters") as problem:
-        trainer.fit(seeded(), data(side))
-    return str(problem.value)
-
-
 def command_line(side: Side) -> dict[str, Any]:
     """LightningCLI with a saved configuration, which starts the same run again."""
     trainer = {
@@ -306,7 +295,6 @@ SCENARIOS = (
     seeds,
     batch_norm,
     throughput,
-    averaging,
     command_line,
 )
 
@@ -363,10 +351,6 @@ def test_throughput_is_compared_with_the_peak_of_the_dtype_that_computes(two_ran
     # Under DDP Lightning's own is right, and ours is the same.
     assert two_ranks[0]["throughput"]["ddp"]["peaks"]["ShardedThroughputMonitor bf16-mixed"] == (1000, {1000})
     assert two_ranks[0]["throughput"]["ddp"]["warned"] == []
-
-
-def test_stochastic_weight_averaging_is_refused_with_advice(two_ranks: Any) -> None:
-    assert "average weights with lightning_mfsdp.callbacks.ShardedEMA" in two_ranks[0]["averaging"]["mfsdp"]
 
 
 def test_lightning_cli_saves_a_configuration_that_repeats_the_run(two_ranks: Any) -> None:

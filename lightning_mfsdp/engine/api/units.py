@@ -1,8 +1,8 @@
-"""fully_shard_units: shards a model and all its units in one call, and initializes it unit by unit."""
+"""fully_shard_units shards a model and all its units in one call, and initializes it unit by unit; shard_added what came into it later."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -11,9 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.base.initialize import Replaced, children_first, materialize_module
 from lightning_mfsdp.engine.api.fully_shard import fully_shard, mesh_device
-from lightning_mfsdp.engine.comm.mesh import resolve_mesh
+from lightning_mfsdp.engine.comm.mesh import are_alike, resolve_mesh
+from lightning_mfsdp.engine.core.conversion import unshard_unit
+from lightning_mfsdp.engine.core.inspect import context_of, unsharded_parameters
+from lightning_mfsdp.engine.core.unit import Unit, unit_of
 
-__all__ = ["fully_shard_units"]
+__all__ = ["fully_shard_units", "shard_added"]
 
 
 def fully_shard_units(
@@ -69,3 +72,69 @@ def fully_shard_units(
     if before is not None:
         before(module)
     return fully_shard(module, mesh, **options)
+
+
+def shard_added(
+    module: nn.Module, units: Sequence[nn.Module | Sequence[nn.Module]], mesh: DeviceMesh | None = None, **options: Any
+) -> int:
+    """Shard what came into a sharded root since: replaced layers, new ones, single parameters. Collective, between two steps.
+
+    The units that have it inside, and the root, are sharded again, one at a time, whole in memory meanwhile. All others stay as they are.
+    Optimizers that hold parameters of the former raise an error when they step.
+
+    Args:
+        module: The root.
+        units: New modules to be units of their own, nested ones first; a list among them becomes one unit.
+        mesh: As in `fully_shard`, and that of the root.
+        **options: As in `fully_shard`.
+
+    Returns:
+        How many units were sharded again, the root among them.
+
+    Raises:
+        ShardingError: As `fully_shard`, or ranks have different new parameters.
+    """
+    context, root = context_of(module), unit_of(module)
+    assert root is not None, "callers ask whether it is sharded"
+    added = unsharded_parameters(module)
+    if not are_alike(list(added), context.mesh.replicated_axes, mesh_device(context.mesh)):
+        raise ShardingError(
+            f"shard_added: since {type(module).__name__} was sharded, other parameters came into it on this rank ({list(added)[:4]}) than "
+            "on another; expected the same model on all ranks. Replace and add layers on all of them"
+        )
+    if options.get("ignored_parameters") is not None:
+        options["ignored_parameters"] = list(options["ignored_parameters"])
+    ignored = {id(parameter) for parameter in options.get("ignored_parameters") or ()}
+    around = [_unit_around(module, name) for name, parameter in added.items() if id(parameter) not in ignored]
+    # Who owns a shared parameter was sharded before those who show it, too.
+    again = sorted(_with_users(unit for unit in around if unit is not root), key=lambda unit: unit.number)
+    again = [unit for unit in again if unit is not root]
+    count = len(again) + 1
+    del around, root
+    for unit in units:
+        fully_shard(unit, mesh, **options)
+    while again:
+        members = unshard_unit(again.pop(0))
+        fully_shard(members[0] if len(members) == 1 else members, mesh, **options)
+    unshard_unit(_unit_around(module, ""))
+    fully_shard(module, mesh, **options)
+    return count
+
+
+def _unit_around(root: nn.Module, name: str) -> Unit:
+    """The innermost unit that has a parameter inside."""
+    module, unit = root, unit_of(root)
+    for part in name.split(".")[:-1]:
+        module = getattr(module, part)
+        unit = unit_of(module) or unit
+    assert unit is not None, "the root is one"
+    return unit
+
+
+def _with_users(found: Iterable[Unit]) -> list[Unit]:
+    """Units, and those that show parameters of them."""
+    units = list(dict.fromkeys(found))
+    for unit in units:
+        users = [user for reference in unit.users if (user := reference()) is not None]
+        units += [user for user in users if user not in units]
+    return units

@@ -52,10 +52,11 @@ def refuse_unfit(module: nn.Module, named: Sequence[Named], policy: MixedPrecisi
                 f"{where} is a DTensor already (tensor parallel or FSDP2); expected a plain tensor. Shard it with one "
                 "engine only"
             )
-        if parameter.is_complex() or (parameter.requires_grad and not parameter.is_floating_point()):
+        computes = parameter.is_floating_point() or parameter.dtype in (torch.complex64, torch.complex128)
+        if not computes and (parameter.requires_grad or parameter.is_complex()):
             raise ShardingError(
-                f"{where} has dtype {parameter.dtype}; expected float64, float32, bfloat16 or float16. Convert it or "
-                "pass it in ignored_parameters"
+                f"{where} has dtype {parameter.dtype}; expected float64, float32, bfloat16, float16, complex64 or complex128. Convert it "
+                "or pass it in ignored_parameters"
             )
         if parameter.is_floating_point() and parameter.element_size() == 1:
             raise ShardingError(

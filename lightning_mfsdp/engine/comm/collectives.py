@@ -57,6 +57,8 @@ class Axis:
     def reduce_scatter(self, pieces: Sequence[Tensor], sources: Sequence[Tensor], factor: float) -> None:
         """Sum `factor` times each source over the ranks; keep this rank's piece. Sources may be overwritten (scaled)."""
         group = self.reduce_group or self.group
+        if sources[0].dtype.is_complex:
+            pieces, sources = _as_real(pieces), _as_real(sources)
         op = self._scaled_sum(group, sources, factor)
         if len(pieces) == 1:
             compat.reduce_scatter_flat(pieces[0], sources[0], op, group)
@@ -66,6 +68,8 @@ class Axis:
     def all_reduce(self, tensors: Sequence[Tensor], factor: float) -> None:
         """Replace each tensor by `factor` times its sum over the ranks."""
         group = self.reduce_group or self.group
+        if tensors[0].dtype.is_complex:
+            tensors = _as_real(tensors)
         op = self._scaled_sum(group, tensors, factor)
         compat.all_reduce_coalesced(tensors, op, group)
 
@@ -113,6 +117,11 @@ class Axis:
         for source in sources:
             source.mul_(factor)
         return dist.ReduceOp.SUM
+
+
+def _as_real(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Views of flat complex tensors, twice as long: backends do not support complex numbers."""
+    return [torch.view_as_real(tensor).view(-1) for tensor in tensors]
 
 
 @dataclass(eq=False)

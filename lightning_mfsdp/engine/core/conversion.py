@@ -23,7 +23,7 @@ from lightning_mfsdp.engine.core.sharded_parameter import ShardedParameter
 from lightning_mfsdp.engine.core.sharded_tensor import Role, ShardedTensor
 from lightning_mfsdp.engine.core.unit import Unit, unit_of
 
-__all__ = ["bring_home", "follow_conversions", "refuse_moved", "unshard_model"]
+__all__ = ["bring_home", "follow_conversions", "refuse_moved", "unshard_model", "unshard_unit"]
 
 
 class _NotForDDP:
@@ -194,6 +194,41 @@ def unshard_model(module: nn.Module, *, device: torch.device | str | None = None
         if isinstance(for_ddp, _NotForDDP):
             for_ddp.give_back(child)
     return module if device is None else module.to(device)
+
+
+def unshard_unit(unit: Unit) -> list[nn.Module]:
+    """Make the parameters of one unit plain, to be sharded again at once, before any forward. Collective.
+
+    Nested units stay as they are. Parameters that it shares stay with the unit that owns them.
+
+    Returns:
+        Its modules.
+    """
+    _refuse_shown_average(unit.context, f"sharding {unit.name} again")
+    _brought_to_rest([unit])
+    modules = unit.modules
+    tables = {id(table) for module in modules for table in _tables_outside_units(module)}
+    for group in unit.shared_groups:
+        owner = group.unit()
+        if owner is None:
+            continue
+        owner.users[:] = [user for user in owner.users if user() is not unit]
+        for entry in group.entries:
+            for table, key in entry.sites:
+                if id(table) in tables:
+                    table[key] = entry.full
+            entry.sites[:] = [(table, key) for table, key in entry.sites if id(table) not in tables]
+    _end(unit, None)
+    return modules
+
+
+def _tables_outside_units(module: nn.Module) -> list[dict[str, Any]]:
+    """The `_parameters` tables of a module and of those inside it that no unit inside it has."""
+    tables: list[dict[str, Any]] = [module._parameters]
+    for child in module.children():
+        if unit_of(child) is None:
+            tables += _tables_outside_units(child)
+    return tables
 
 
 def _check_whole_roots(module: nn.Module, found: list[Unit]) -> None:

@@ -624,7 +624,8 @@ class Gradients:
             Whether it is in `main`. Then other ranks decide about `undecided` ones, unless unused parameters get zeros.
         """
         group, main, adds = self._group, self.main.buffer, filling.adds
-        shard, outer, precise = group.axes.shard, group.axes.outer, group.policy.high_precision_reduce
+        shard, outer = group.axes.shard, group.axes.outer
+        precise = group.policy.high_precision_reduce and not main.dtype.is_complex
         if outer is not None and outer.size == 1:
             outer = None
         result, factor = filling.filled(), self._factor

@@ -32,6 +32,7 @@ __all__ = [
     "units_in",
     "units_of_own",
     "unsharded_of",
+    "unsharded_parameters",
     "view_of",
 ]
 
@@ -185,24 +186,28 @@ def placed_as(rows: Tensor, like: Tensor) -> Tensor:
     return ShardedTensor.over(rows, like) if isinstance(like, ShardedTensor) else rows.reshape(like.shape)
 
 
+def unsharded_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that came into a sharded module later, by name, without those in `ignored_parameters`."""
+    ignored = context_of(module).ignored
+    return {
+        name: parameter
+        for name, parameter in module.named_parameters()
+        if place_of(parameter) is None and (id(parameter) not in ignored or ignored[id(parameter)]() is not parameter)
+    }
+
+
 def refuse_unsharded(module: nn.Module) -> None:
     """Refuse parameters that were added to a sharded module later: they would be neither sharded nor reduced.
 
     Raises:
         ShardingError: With their names. Those in `ignored_parameters` are permitted.
     """
-    ignored = context_of(module).ignored
-    names = [
-        name
-        for name, parameter in module.named_parameters()
-        if place_of(parameter) is None and (id(parameter) not in ignored or ignored[id(parameter)]() is not parameter)
-    ]
-    if names:
+    if names := list(unsharded_parameters(module)):
         raise ShardingError(
             f"{type(module).__name__}: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''} came into the model after it was sharded, "
             "by a new, replaced or wrapped layer, so they would be neither sharded nor reduced and ranks would drift apart; expected the "
-            "parameters that were sharded. Build such layers before fit, in __init__, setup or configure_model; before another fit, call "
-            "unshard_model(module) on all ranks: it makes the model plain, and the fit shards it as it is then"
+            "parameters that were sharded. Build such layers before fit or between two fits; with a tensor or expert axis, or compile, "
+            "call unshard_model(module) on all ranks before the next fit"
         )
 
 

@@ -115,12 +115,12 @@ class MixedPrecisionPolicy:
                 )
 
     def sum_dtype(self, main_dtype: torch.dtype) -> torch.dtype:
-        """Dtype that gradients of main weights of `main_dtype` are accumulated in."""
-        return self.main_grads_dtype or main_dtype
+        """Dtype that gradients of main weights of `main_dtype` are accumulated in; that of complex ones is their own."""
+        return main_dtype if main_dtype.is_complex else self.main_grads_dtype or main_dtype
 
     def wire_dtype(self, main_dtype: torch.dtype) -> torch.dtype:
         """Dtype of those gradients on the wire."""
-        return self.grad_comm_dtype or self.sum_dtype(main_dtype)
+        return main_dtype if main_dtype.is_complex else self.grad_comm_dtype or self.sum_dtype(main_dtype)
 
     def smallest_itemsize(self, storage_dtype: torch.dtype, main_dtype: torch.dtype) -> int:
         """Bytes of an element in the narrowest buffer of weights that are stored and kept in these dtypes."""

@@ -253,13 +253,25 @@ class ShardedParameter(ShardedTensor):
             "the module before fully_shard or after unshard_model, or copy values with unshard(module)"
         )
 
-    def register_hook(self, hook: Any) -> NoReturn:
-        """Refused: autograd never sees this tensor."""
-        raise EngineStateError(
-            f"register_hook on parameter {self.described}: it would never run, because gradients are computed for unsharded parameters and "
-            "reduced into shards. Use register_post_accumulate_grad_hook, which runs after the reduction, inspect gradients after backward "
-            "(on_after_backward in Lightning), or register the hook before fully_shard"
-        )
+    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
+        """Call `hook(gradient)` in each backward that reaches the parameter in a forward of its module, as under DDP.
+
+        `gradient` is that of this rank's loss before it is reduced: a plain tensor of the shape and dtype in which the module computes,
+        whole where weights are sharded too. A tensor that the hook returns is reduced in its place. A rank may register hooks by itself,
+        to log. `register_post_accumulate_grad_hook` sees the reduced gradient.
+
+        Raises:
+            EngineStateError: The module is gone, or no longer sharded.
+            RuntimeError: The parameter is frozen.
+        """
+        full = self._unsharded()
+        if full is None:
+            raise EngineStateError(
+                f"register_hook on parameter {self.described}: the module that has it is gone or was made plain by unshard_model; take the "
+                "parameter from the module again"
+            )
+        handle: RemovableHandle = full.register_hook(hook)
+        return handle
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> RemovableHandle:
         """Call `hook(parameter)` at the end of each backward that reduced its gradient; `.grad` is set then, and may be cleared.

@@ -70,7 +70,8 @@ def foreach_norms(
         divided = isinstance(tensor, ShardedTensor) and tensor.is_divided
         axes = sharded_axes(*tensor.place) if isinstance(tensor, ShardedTensor) and divided else ()
         local = getattr(tensor, "_local_tensor", tensor)
-        norms.append(_power_sum(local, order, None, keep=False, dtype=_wide(dtype or tensor.dtype)))
+        local = local.abs() if local.is_complex() else local
+        norms.append(_power_sum(local, order, None, keep=False, dtype=_wide(dtype or local.dtype)))
         key = (*(id(axis.group) for axis in axes), norms[-1].dtype, norms[-1].device)
         together.setdefault(key, []).append(number)
         axes_of[key] = axes
@@ -78,7 +79,7 @@ def foreach_norms(
         sums = torch.stack([norms[number] for number in numbers])
         for number, total in zip(numbers, _root(sums, order, axes_of[key]).unbind(), strict=True):
             norms[number] = total
-    return [total.to(dtype or tensor.dtype) for total, tensor in zip(norms, tensors, strict=True)]
+    return [total.to(dtype or tensor.dtype.to_real()) for total, tensor in zip(norms, tensors, strict=True)]
 
 
 def _dims(dim: Any, count: int) -> list[int]:
@@ -115,7 +116,7 @@ def _sum(
     rows: ShardedTensor, arguments: dict[str, Any], dims: list[int], keep: bool, *, function: Any = torch.sum
 ) -> Tensor:
     local = rows._local_tensor
-    dtype = arguments.get("dtype") or (local.dtype if local.is_floating_point() else torch.int64)
+    dtype = arguments.get("dtype") or (local.dtype if local.is_floating_point() or local.is_complex() else torch.int64)
     total = function(local, dims, keepdim=keep, dtype=_wide(dtype))
     return _over_ranks(total, sharded_axes(*rows.place), ReduceOp.SUM).to(dtype)
 

@@ -45,9 +45,9 @@ __all__ = [
 ]
 
 OPTIMIZER_ADVICE = (
-    "An optimizer that treats every number by itself works on plain rows: call fully_shard_optimizer(optimizer, elementwise=True), under "
-    'Lightning in configure_optimizers. One that needs whole tensors works where they are whole: sharding="no_shard" without offload and '
-    "without a tensor axis"
+    'For one that needs whole tensors use sharding="no_shard" without offload and without a tensor axis, or lightning_mfsdp.optim.Muon. '
+    "One that treats every number by itself works on plain rows: call fully_shard_optimizer(optimizer, elementwise=True), under "
+    "Lightning in configure_optimizers"
 )
 
 

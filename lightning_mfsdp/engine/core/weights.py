@@ -43,7 +43,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp.base import compat
@@ -544,23 +544,31 @@ class Weights:
             with torch.inference_mode(False), torch.no_grad():
                 self._spec.codec.after_gather([entry.full for entry in self._entries])
         for entry in self._entries:
-            sites = entry.sites
-            table, key = sites[0]
-            if key not in table or table[key] is not entry.at_rest:
-                self._refuse_replaced(entry, table.get(key))
-            for table, key in sites:
-                table[key] = entry.full
+            at_rest = entry.at_rest
+            for table, key in entry.sites:
+                if key in table and table[key] is at_rest:
+                    table[key] = entry.full
+                else:
+                    self._check_replaced(entry, table.get(key))
 
-    def _refuse_replaced(self, entry: Entry, shown: object) -> NoReturn:
-        for earlier in self._entries[: self._entries.index(entry)]:
-            earlier.show(earlier.at_rest)
+    def _check_replaced(self, entry: Entry, shown: object) -> None:
+        """Raise unless a tensor that is no parameter is shown in place of one: `torch.func.functional_call` computes with that."""
+        if isinstance(shown, Tensor) and not isinstance(shown, nn.Parameter):
+            return
+        self._show_at_rest()
         self.registered = False
         raise EngineStateError(
             f"{self.name}: parameter {entry.name} was replaced after fully_shard (expected its sharded DTensor, got "
-            f"{_named(shown, entry)}), by load_state_dict(assign=True), functional_call, an assignment, "
-            "or a conversion such as half() or cpu(). Assign before fully_shard and copy values in place afterwards; convert it back, or "
-            "call unshard_model(module) on the root"
+            f"{_named(shown, entry)}), by load_state_dict(assign=True), an assignment, functional_call with parameters of another module "
+            "(pass their detach()), or a conversion such as half() or cpu(). Assign before fully_shard and copy values in place "
+            "afterwards; convert it back, or call unshard_model(module) on the root"
         )
+
+    def _show_at_rest(self) -> None:
+        for entry in self._entries:
+            for table, key in entry.sites:
+                if key in table and table[key] is entry.full:
+                    table[key] = entry.at_rest
 
     def unregister(self, *, takes_over: bool = True) -> None:
         """Have modules show sharded parameters; unsharded ones stay in memory.
@@ -575,10 +583,11 @@ class Weights:
             self._spec.codec.before_release([entry.full for entry in self._entries])
         data_was_asked_for = False
         for entry in self._entries:
-            at_rest = entry.at_rest
+            at_rest, full = entry.at_rest, entry.full
             for table, key in entry.sites:
-                table[key] = at_rest
-            if entry.full.data_was_asked_for:
+                if key in table and table[key] is full:  # else what `functional_call` has put there stays
+                    table[key] = at_rest
+            if full.data_was_asked_for:
                 data_was_asked_for = True
         if data_was_asked_for or not self.versions.are_as_set():
             self._take_over_writes(takes_over=takes_over)

@@ -66,6 +66,8 @@ def _restore_forward(this: weakref.ref[nn.Linear], forward: Callable[[Tensor], T
 
 def _is_wanted(group: ParameterGroup, weight: Tensor) -> bool:
     wanted = group.policy.direct_weight_gradients
+    if weight.is_complex():  # its gradient is a product with conjugates
+        return False
     if wanted == "auto":
         return group.device.type == "cuda" and weight.shape.numel() >= _WORTHWHILE_ELEMENTS and bool(group.mesh.axes)
     return wanted

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_mfsdp.base import compat
@@ -15,7 +17,7 @@ from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.engine.core.conversion import refuse_moved
 from lightning_mfsdp.engine.core.group import owner_of, place_of
 from lightning_mfsdp.engine.core.inspect import context_of, sharded_parameters
-from lightning_mfsdp.engine.core.parameter import is_left_behind
+from lightning_mfsdp.engine.core.parameter import Entry, is_left_behind
 from lightning_mfsdp.engine.core.sharded_tensor import ShardedTensor
 
 __all__ = ["AveragedWeights"]
@@ -23,11 +25,12 @@ __all__ = ["AveragedWeights"]
 
 @dataclass(frozen=True, eq=False)
 class _Source:
-    """What is averaged: a parameter's main weight, and the representation that shows whether it is trainable."""
+    """What is averaged: a parameter's main weight, what shows whether it is trainable, and its entry if it is sharded."""
 
     name: str
     main: Tensor
     shown: Tensor
+    entry: Entry | None = None
 
 
 class AveragedWeights:
@@ -48,6 +51,7 @@ class AveragedWeights:
         self.device = device
         self._module = weakref.ref(module)
         self._averages: dict[str, Tensor] = {}
+        self._entries: dict[str, weakref.ref[Entry]] = {}  # of the sharded ones among these
         self._sources: list[_Source] | None = None
         self._waiting: list[_Source] = []
         self._pairs: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -85,12 +89,12 @@ class AveragedWeights:
         """`average = decay * average + (1 - decay) * weight`; the first time a copy. Nothing waits for the device."""
         self._attach()
         averages, mains = self._pairs
-        if averages and averages[0].device == mains[0].device and all(main.dtype == self.dtype for main in mains):
+        if averages and averages[0].device == mains[0].device and _are_alike(averages, mains):
             compat.foreach_lerp_(averages, mains, 1.0 - decay)
         else:
             for average, main in zip(averages, mains, strict=True):
                 on_device = average.to(main.device, non_blocking=True)
-                on_device.lerp_(main.to(self.dtype), 1.0 - decay)
+                on_device.lerp_(main.to(average.dtype), 1.0 - decay)
                 if on_device is not average:
                     average.copy_(on_device, non_blocking=True)
         trained = [source for source in self._waiting if source.shown.requires_grad]
@@ -114,18 +118,35 @@ class AveragedWeights:
         views = sharded_parameters(module)
         if not views:
             return
-        self._sources = [_Source(view.name, view.main, view.local) for view in views]
+        owners = ((view, owner_of(view.local)) for view in views)
+        self._sources = [_Source(view.name, view.main, view.local, owner and owner[1]) for view, owner in owners]
         self._sources += [
             _Source(name, parameter.detach(), parameter)
             for name, parameter in module.named_parameters()
-            if owner_of(parameter) is None and parameter.is_floating_point()
+            if owner_of(parameter) is None and (parameter.is_floating_point() or parameter.is_complex())
         ]
+        self._forget_former()
         self._pair()
+
+    def _forget_former(self) -> None:
+        """Forget averages of parameters in whose place there are others now, or whose rows other ranks may have now."""
+        now = {source.name: source.entry for source in self._sources or ()}
+        former = [name for name, entry in self._entries.items() if name not in now or entry() is not now[name]]
+        for name in former:
+            del self._averages[name], self._entries[name]
+        if former and (not dist.is_initialized() or dist.get_rank() == 0):
+            warnings.warn(
+                f"AveragedWeights: the average of {', '.join(former[:4])}{', ...' if len(former) > 4 else ''} begins again, because these "
+                "were sharded again with layers that came into the model; to continue an average, load a checkpoint that has it",
+                stacklevel=2,
+            )
 
     def _pair(self) -> None:
         """Averages and their weights, as lists for fused operations; rows that this rank does not have are left out."""
         sources = self._sources or []
         self._waiting = [source for source in sources if source.name not in self._averages]
+        averaged = {source.name: source.entry for source in sources if source.name in self._averages}
+        self._entries = {name: weakref.ref(entry) for name, entry in averaged.items() if entry is not None}
         pairs = [(self._averages[source.name], source.main) for source in sources if source.name in self._averages]
         self._pairs = (
             [average for average, _ in pairs if average.numel()],
@@ -133,10 +154,11 @@ class AveragedWeights:
         )
 
     def _copy(self, value: Tensor) -> Tensor:
-        """Copy a weight to the average's dtype and device."""
+        """Copy a weight to the average's dtype and device; the dtype of complex ones is their own."""
         place = torch.device(self.device or value.device)
         with torch.inference_mode(False):
-            copied = torch.empty(value.shape, dtype=self.dtype, device=place, pin_memory=place != value.device)
+            dtype = value.dtype if value.is_complex() else self.dtype
+            copied = torch.empty(value.shape, dtype=dtype, device=place, pin_memory=place != value.device)
             return copied.copy_(value, non_blocking=True)
 
     def release(self) -> None:
@@ -191,7 +213,7 @@ class AveragedWeights:
     @torch.no_grad()
     def load_rows(self, rows: Mapping[str, Tensor]) -> None:
         """Load what `rows` returned, on any number of ranks. An empty mapping forgets the average."""
-        self._averages = {}
+        self._averages, self._entries = {}, {}
         self._attach()
         self._pair()
         for source in [source for source in self._waiting if source.name in rows]:
@@ -215,3 +237,8 @@ class AveragedWeights:
                 is_sharded = isinstance(value, ShardedTensor)
                 averaged[key] = ShardedTensor.over(average.to(value.device), value) if is_sharded else average
         return averaged
+
+
+def _are_alike(averages: Sequence[Tensor], mains: Sequence[Tensor]) -> bool:
+    """Whether averages have the dtypes of their weights."""
+    return all(average.dtype == main.dtype for average, main in zip(averages, mains, strict=True))

@@ -391,12 +391,13 @@ def _works_on_rows(optimizer: Optimizer, elementwise: bool | None, *, is_known: 
     name = type(optimizer).__name__
     # For a class of their own users may override this.
     if isinstance(optimizer, _WHOLE_OPTIMIZERS) and (elementwise is None or type(optimizer) in _WHOLE_OPTIMIZERS):
-        instead = "an elementwise optimizer such as torch.optim.AdamW"
+        instead = "lightning_mfsdp.optim.Muon, which gathers the matrices that it needs"
         if isinstance(optimizer, torch.optim.Muon):
             instead = "lightning_mfsdp.optim.Muon, the same rule with the same arguments for sharded matrices"
         raise ShardingError(
-            f"fully_shard_optimizer: {name} needs whole vectors or matrices and cannot run on shards; use {instead}, or "
-            'sharding="no_shard" without offload and without a tensor axis, which leaves everything whole on every rank'
+            f'fully_shard_optimizer: {name} needs whole vectors or matrices and cannot run on shards; use sharding="no_shard" without '
+            f"offload and without a tensor axis, which leaves everything whole on every rank, {instead}, or an elementwise optimizer such "
+            "as torch.optim.AdamW"
         )
     return is_known if elementwise is None else elementwise
 
