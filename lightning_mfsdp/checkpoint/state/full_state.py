@@ -98,7 +98,7 @@ def with_whole_tensors(content: Mapping[str, Any], ranks: Ranks) -> dict[str, An
         if others != first:
             raise RuntimeError(
                 f"saving a checkpoint: rank {rank} has put the sharded tensors {others[:8]} into it, and rank 0 {first[:8]}; whole tensors "
-                "are gathered from all ranks, so put the same ones there on all of them (on_save_checkpoint runs on all)"
+                "are gathered from all ranks; put the same ones there on all of them (on_save_checkpoint runs on all)"
             )
 
     def whole(value: Tensor) -> Tensor:
