@@ -27,10 +27,8 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_mfsdp.base.containers import leaves_in, map_tensors
 from lightning_mfsdp.base.progress import ByteCount, Progress
 from lightning_mfsdp.checkpoint.background import Staging
 from lightning_mfsdp.checkpoint.io.directory import Directory
@@ -56,7 +54,6 @@ __all__ = [
     "load",
     "optimizer_state",
     "save",
-    "with_whole_tensors",
 ]
 
 
@@ -363,37 +360,6 @@ def load(
     if optimizers:
         loading.load_optimizers(content, index, optimizers, progress=progress)
     return {key: value for key, value in content.items() if key not in ("state_dict", "optimizer_states")}
-
-
-def with_whole_tensors(checkpoint: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
-    """`checkpoint` with whole tensors on the host in place of the sharded ones that hooks have put into it. All ranks call it.
-
-    Weights, optimizer states and other states of parameters, which every rank writes as rows, are unchanged. A tensor has its values on
-    rank 0, which writes it, and is empty on other ranks.
-
-    Raises:
-        RuntimeError: On all ranks, if hooks have put in others on another rank.
-    """
-    rows = {key: checkpoint[key] for key in ("state_dict", "optimizer_states", PARAMETER_STATES) if key in checkpoint}
-    rest = {key: value for key, value in checkpoint.items() if key not in rows}
-    names = [path for path, value in leaves_in(rest) if isinstance(value, DTensor)]
-    everyones = ranks.gather(names)
-    if any(others != names for others in everyones):
-        differing = next(rank for rank, others in enumerate(everyones) if others != everyones[0])
-        raise RuntimeError(
-            f"saving a checkpoint: on_save_checkpoint has put other sharded tensors into it on rank {differing} "
-            f"({everyones[differing][:4]}) than on rank 0 ({everyones[0][:4]}), and all ranks gather each of them; put in the same on all "
-            "ranks, or whole ones: weight.full_tensor(), called on all ranks"
-        )
-
-    def whole(tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, DTensor):
-            return tensor
-        sharded: Any = tensor.detach()
-        full: Tensor = sharded.full_tensor()
-        return full.cpu() if ranks.rank == 0 else full.new_empty(0, device="cpu")
-
-    return {**map_tensors(whole, rest), **rows} if names else checkpoint
 
 
 def _kind(value: Any) -> Any:

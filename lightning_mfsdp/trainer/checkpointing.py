@@ -232,7 +232,6 @@ class CheckpointingStrategy(ProcessStrategy):
         checkpoint = {**of_module, **with_whole_tensors(others, ranks), **scaling}
         if "loops" in checkpoint:
             checkpoint = self._with_continuation(checkpoint, ranks)
-        checkpoint = lightning_io.with_whole_tensors(checkpoint, ranks)
         content: lightning_io.ShardedContent | lightning_io.FullContent
         if self.state_dict_type == "full":
             content = lightning_io.FullContent(checkpoint=checkpoint)
