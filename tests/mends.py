@@ -41,7 +41,7 @@ class Mend:
 
 
 MENDS = (
-    Mend("1", "core/functions.py", "    unit.enter(shows=False)\n", "    unit.enter()\n"),
+    Mend("1", "core/unit.py", "        self.enter(shows=False)\n", "        self.enter()\n"),
     Mend(
         "1 in forward",
         "core/weights.py",

@@ -32,6 +32,7 @@ __all__ = [
     "Mesh",
     "are_alike",
     "axis_of",
+    "is_expert_axis",
     "resolve_mesh",
     "role_of",
     "sharded_mesh",
@@ -182,6 +183,11 @@ def sharded_mesh(mesh: DeviceMesh) -> DeviceMesh:
     joined = (*((OUTER,) if OUTER in names else ()), SHARD, *((TENSOR,) if tensor else ()))
     key = ("mesh", mesh.device_type, joined, *ranks.shape, *ranks.flatten().tolist())
     return kept(key, lambda: DeviceMesh(mesh.device_type, ranks, mesh_dim_names=joined))
+
+
+def is_expert_axis(axis: Axis) -> bool:
+    """Whether the ranks of an axis have experts of their own, which compute for each other's tokens."""
+    return axis.name == EXPERT
 
 
 def resolve_mesh(mesh: DeviceMesh | None) -> Mesh:

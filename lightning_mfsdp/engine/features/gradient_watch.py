@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.base.streams import Event
-from lightning_mfsdp.engine.comm.mesh import EXPERT
+from lightning_mfsdp.engine.comm.mesh import is_expert_axis
 from lightning_mfsdp.engine.core.group import ParameterGroup, owner_of, place_of
 from lightning_mfsdp.engine.core.inspect import local_gradients, sharded_parameters
 from lightning_mfsdp.engine.core.parameter import Entry
@@ -373,7 +373,7 @@ class GradientWatch:
 
 
 def _of_experts(entry: Entry) -> bool:
-    return any(axis.name == EXPERT for axis in entry.part_axes)
+    return any(map(is_expert_axis, entry.part_axes))
 
 
 def _described(first_rank: int, last_rank: int) -> str:
