@@ -93,7 +93,10 @@ class _Line:
         if not data:
             return None
         *lines, self._incomplete = (self._incomplete + data).split(b"\n")
-        return [json.loads(line) for line in lines]
+        try:
+            return [dict(json.loads(line)) for line in lines]
+        except (ValueError, TypeError):  # another program has connected, which may be anything
+            return None
 
     def _note_end(self, error: OSError) -> None:
         """The kernel reports why a connection ended only once."""
@@ -111,7 +114,7 @@ class _Hub:
         self._requeue = False  # requested since all agreed on the last stop
         self._failed: dict[int, dict[str, Any]] = {}
         self._at_work: set[int] = set()
-        self._left: set[int | None] = set()
+        self._left: set[int] = set()
         self._decide_at: float | None = None  # until then other ranks may report that they failed as well
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, None)
@@ -183,8 +186,10 @@ class _Hub:
         """A connection has ended: the rank's process has, or its host is lost, and all ranks on it."""
         self._selector.unregister(line.socket)
         line.socket.close()
+        if rank is None:  # it was none of the ranks
+            return
         self._left.add(rank)
-        if rank is not None and line.is_lost:
+        if line.is_lost:
             lost = [other for other, host in self._hosts.items() if host == self._hosts[rank]]
             for other in lost:
                 what = _unanswered(self._hosts[other][0])
@@ -545,7 +550,10 @@ def _allow_files(world_size: int) -> None:
     if hard != resource.RLIM_INFINITY:
         needed = min(needed, hard)
     if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # some systems allow less than they say; a connection then says what is missing
+            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _listener(same_host: bool, backlog: int) -> socket.socket:

@@ -47,7 +47,6 @@ class ProcessStrategy(ParallelStrategy):
         precision_plugin: As for any strategy.
         timeout: Of collectives; `None`: PyTorch's own.
         process_group_backend: `None`: what PyTorch uses for the device.
-        grace: How long a process lives on after SIGTERM without any work.
     """
 
     def __init__(
@@ -59,13 +58,11 @@ class ProcessStrategy(ParallelStrategy):
         precision_plugin: Precision | None,
         timeout: timedelta | None,
         process_group_backend: str | None,
-        grace: timedelta = timedelta(seconds=30),
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, None, precision_plugin)
         self.num_nodes = 1
         self._timeout = timeout
         self._process_group_backend = process_group_backend
-        self._grace = grace
         self._peers: Peers | None = None
         self._stopping: Stopping | None = None
         self._together: bool | None = None
@@ -138,7 +135,7 @@ class ProcessStrategy(ParallelStrategy):
     def _expect_signals(self, *, trains: bool) -> Stopping:
         if self._stopping is None:
             signal = requeue_signal(self.cluster_environment)
-            self._stopping = Stopping(self._trainer, self._peers, self._raise_failure_of_another, signal, self._grace)
+            self._stopping = Stopping(self._trainer, self._peers, self._raise_failure_of_another, signal)
         self._stopping.begin(trains=trains)
         return self._stopping
 

@@ -16,13 +16,11 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from datetime import timedelta
 from types import FrameType
 from typing import Any
 
 from lightning_mfsdp._lightning_api import SIGTERMException, Trainer, TrainerFn
 from lightning_mfsdp.launch import slurm
-from lightning_mfsdp.launch.overdue import Overdue
 from lightning_mfsdp.launch.peers import Peers
 
 __all__ = ["Stopping"]
@@ -40,7 +38,6 @@ class Stopping:
         peers: The other ranks; `None` for one alone.
         raise_failure: Raises an error with what is known of failed ranks.
         requeue_signal: The signal that asks for a requeue, if one does.
-        grace: How long this process lives on after SIGTERM without any work, see overdue.py.
 
     Attributes:
         agreed: All ranks stop here, after the same batch.
@@ -53,7 +50,6 @@ class Stopping:
         peers: Peers | None,
         raise_failure: Callable[[], None],
         requeue_signal: int | None = None,
-        grace: timedelta = timedelta(seconds=30),
     ) -> None:
         self.agreed = False
         self.requeue_signal = requeue_signal
@@ -62,8 +58,6 @@ class Stopping:
         self._trains = self._evaluates = self._has_ended = False
         self._handled: list[int] = []
         self._process = os.getpid()
-        self._grace = grace
-        self._overdue: Overdue | None = None
         self._replaces_method = False
 
     @property
@@ -92,7 +86,6 @@ class Stopping:
             for number in self._signals():
                 signal.signal(number, self._on_signal)
                 self._handled.append(number)
-            self._overdue = Overdue(f"rank {self._peers.rank if self._peers else 0}", self._grace.total_seconds())
         self._trains = self._trains or trains
         self._show_lightning()
 
@@ -105,9 +98,6 @@ class Stopping:
         """Restore what was replaced. SIGTERM that came after the last batch is passed to the next handler."""
         stopped = (self.agreed or self._asked) and self._trainer.interrupted
         self._trains, self._has_ended = False, True
-        if self._overdue is not None:
-            self._overdue.close()
-            self._overdue = None
         if self._replaces_method:
             delattr(self._trainer.fit_loop.epoch_loop, METHOD)
             self._replaces_method = False

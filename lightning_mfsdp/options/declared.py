@@ -410,13 +410,3 @@ class DeclaredTrainerOptions(DeclaredOptions):
     Change it: if training waits for saves, and host memory holds what is saved
     More: [saving](../checkpoints.md#saving)
     """
-
-    grace: timedelta = timedelta(seconds=30)
-    """How long a process lives on after SIGTERM that neither computes nor reads or writes files: what it waits for does not come. A step or
-    a save that makes progress is never ended; a second SIGTERM ends it at once.
-
-    Section: Processes
-    Values: a `timedelta`
-    Change it: to less than the time that your scheduler leaves between SIGTERM and SIGKILL; longer if a step waits for another program
-    More: [when a run is stopped](../checkpoints.md#when-a-run-is-stopped)
-    """

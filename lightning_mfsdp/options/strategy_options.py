@@ -355,7 +355,6 @@ class TrainerOptions(StrategyOptions, DeclaredTrainerOptions):
         check_recompute_graph(self.cuda_graph, self.recompute)
         check_expert_graph(self.cuda_graph, self.expert, self.expert_dispatcher)
         check_choice("async_save", self.async_save, (True, False))
-        check_duration("grace", self.grace)
 
 
 def move_rest_to_device(root: nn.Module, device: torch.device) -> None:

@@ -25,7 +25,7 @@ def compare_hyperparameters(location: Location, checkpoint: Mapping[str, Any], m
     differing = [
         f"{name}={saved.get(name)!r} in it and {own.get(name)!r} in this run"
         for name in dict.fromkeys((*saved, *own))
-        if saved.get(name) != own.get(name)
+        if repr(saved.get(name)) != repr(own.get(name))  # of any kind: tensors and NaN are not equal to themselves
     ]
     if differing:
         rank_zero_warn(

@@ -150,8 +150,6 @@ class MFSDPStrategy(CheckpointingStrategy):
         free_gradients: Clear gradients right after the optimizer's step. Lightning clears them after the next training_step, so they take
             memory while activations accumulate. Hooks that run after the step then see no gradients.
         async_save: Copy what is saved to the host and train on while it is written. The next save, loading and the end wait for it.
-        grace: How long a process lives on after SIGTERM that neither computes nor reads or writes files: what it waits for does not come. A
-            step or a save that makes progress is never ended; a second SIGTERM ends it at once.
         accelerator: Set by the Trainer.
         parallel_devices: Set by the Trainer.
         cluster_environment: Set by the Trainer.
@@ -209,7 +207,6 @@ class MFSDPStrategy(CheckpointingStrategy):
         cuda_graph: bool = False,
         free_gradients: bool = False,
         async_save: bool = False,
-        grace: timedelta = timedelta(seconds=30),
         # Lightning's own.
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -228,7 +225,6 @@ class MFSDPStrategy(CheckpointingStrategy):
             state_dict_type=options.state_dict_type,
             async_save=options.async_save,
             shared_folder_timeout=options.shared_folder_timeout,
-            grace=options.grace,
         )
         if checkpoint_io is not None:
             self.checkpoint_io = checkpoint_io

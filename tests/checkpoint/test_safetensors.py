@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -119,16 +120,16 @@ def a_part_of_a_model_whose_parameters_belong_to_the_root(rank: int, world: int)
             write_folder(folder / "in", once(expected))
         dist.barrier()
         torch.manual_seed(0)
-        root = nn.ModuleDict({"model": Awkward(), "other": nn.Linear(3, 3)})
-        other = root["other"].weight.detach().clone()
+        root = nn.Sequential(OrderedDict(model=Awkward(), other=nn.Linear(3, 3)))
+        other = root.other.weight.detach().clone()
         fully_shard(root)
-        load_safetensors(root["model"], folder / "in")
-        assert same(whole_state(root["model"]), expected)
-        assert torch.equal(root["other"].weight.full_tensor(), other)
-        export_model(root["model"], folder / "part")
+        load_safetensors(root.model, folder / "in")
+        assert same(whole_state(root.model), expected)
+        assert torch.equal(root.other.weight.full_tensor(), other)
+        export_model(root.model, folder / "part")
         with pytest.raises((ValueError, RuntimeError), match=r"other\.weight, other\.bias \(of 2\) do not begin with"):
             export_model(root, folder / "refused", prefix="model.")
-        del root["other"]
+        del root.other
         export_model(root, folder / "prefixed", prefix="model.")
         if rank == 0:
             assert same(read_folder(folder / "part"), once(expected))
@@ -359,7 +360,8 @@ def a_model_that_peft_has_wrapped_is_not_exported_under_names_that_nothing_reads
             super().__init__()
             self.base_layer = nn.Linear(2, 2)
 
-    wrapped = nn.ModuleDict({"base_model": nn.ModuleDict({"model": nn.ModuleDict({"inner": Layer()})})})
+    inner = nn.Sequential(OrderedDict(inner=Layer()))
+    wrapped = nn.Sequential(OrderedDict(base_model=nn.Sequential(OrderedDict(model=inner))))
     fully_shard(wrapped)
     with shared_folder(rank) as folder:
         message = r"base_model\.model\.inner\.base_layer\.weight belongs to a model that peft has wrapped.*state_dict=full_state_dict"

@@ -145,7 +145,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "tied decoder": (partial(Decoder, tied=True), ("head", "blocks.1", "embedding", "blocks.0")),
     "own parameters next to children": (Composite, ("inner", "outer")),
     "buffers": (WithBuffers, ("linear",)),
-    "initialized by the model around": (Initializing, ("linear", "inner")),
+    "initialized by the model around": (Initializing, ("linear", "inner.deep")),
     "an initializer without arguments": (OtherInitializer, ("linear",)),
     "new objects made by a reset": (Tied, ()),
     "in another module's place": (stand_in, ("linear",)),

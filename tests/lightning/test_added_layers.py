@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_mfsdp import MFSDPStrategy, ShardingError, sharded_parameters, units, unshard_model
 from lightning_mfsdp.callbacks import ShardedEMA
+from lightning_mfsdp.engine import AveragedWeights, fully_shard, no_sync, shard_added
 from tests.engine.worlds import by_world, check
 from tests.lightning.models import (
     CLASSES,
@@ -227,6 +229,34 @@ def new_layers_are_cast_and_old_optimizers_told(rank: int, world: int) -> None:
         former.step()
 
 
+def an_average_and_gradients_of_ones_own_loop_begin_again(rank: int, world: int) -> None:
+    """Nothing is averaged of rows that are no longer the model's, and no gradient is that of one microbatch and half of another."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    fully_shard(model[0])
+    fully_shard(model)
+    average = AveragedWeights(model, dtype=torch.float32)
+    average.update(0.5)
+    with no_sync(model):
+        model(torch.ones(2, 3)).sum().backward()
+    model.append(nn.Linear(3, 3))
+    shard_added(model, [])
+    assert all(parameter.grad is None for parameter in model.parameters())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(2.0)
+    with (
+        pytest.warns(UserWarning, match=r"the average of 1\.weight, 1\.bias begins again")
+        if rank == 0
+        else nullcontext()
+    ):
+        average.update(0.5)
+    assert set(average.rows()) == {view.name for view in sharded_parameters(model)}
+    for name, rows in average.rows().items():
+        assert name.startswith("0.") or torch.equal(rows, torch.full_like(rows, 2.0)), name
+    model(torch.ones(2, 3)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 def an_average_of_weights_that_were_sharded_again_begins_again(rank: int, world: int) -> None:
     model, ema = seeded(), ShardedEMA(0.5)
     make_trainer("", world, strategy=MFSDPStrategy(units=["Block"]), callbacks=[ema]).fit(
@@ -260,6 +290,7 @@ CASES = (
     parameters_are_replaced_where_units_share_a_weight,
     new_layers_are_cast_and_old_optimizers_told,
     an_average_of_weights_that_were_sharded_again_begins_again,
+    an_average_and_gradients_of_ones_own_loop_begin_again,
 )
 BETWEEN = {1: (a_head_is_replaced,), 2: (*CASES, ranks_with_other_layers_are_told)}
 

@@ -216,7 +216,7 @@ class _Options:
         return tensors
 
     def _refuse_packed(self, doing: str, described: _Described) -> None:
-        """Quantized weights are written where others can read them, and are cast by nobody."""
+        """Quantized weights are written where others can read them, and are not cast."""
         bytes_alone = [
             name
             for name, value in described.items()

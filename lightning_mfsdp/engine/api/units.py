@@ -80,7 +80,9 @@ def shard_added(
     """Shard what came into a sharded root since: replaced layers, new ones, single parameters. Collective, between two steps.
 
     The units that have it inside, and the root, are sharded again, one at a time, whole in memory meanwhile. All others stay as they are.
-    Optimizers that hold parameters of the former raise an error when they step.
+    Optimizers that hold parameters of the former raise an error when they step. Gradients of all parameters are cleared, those that wait
+    under `no_sync` too. Of parameters that are sharded again, `register_post_accumulate_grad_hook` and attributes are those from before
+    `fully_shard`: set them again.
 
     Args:
         module: The root.
@@ -104,6 +106,8 @@ def shard_added(
         )
     if options.get("ignored_parameters") is not None:
         options["ignored_parameters"] = list(options["ignored_parameters"])
+    for parameter in module.parameters():
+        parameter.grad = None
     ignored = {id(parameter) for parameter in options.get("ignored_parameters") or ()}
     around = [_unit_around(module, name) for name, parameter in added.items() if id(parameter) not in ignored]
     # Who owns a shared parameter was sharded before those who show it, too.

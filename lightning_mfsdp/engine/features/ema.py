@@ -104,9 +104,8 @@ class AveragedWeights:
             self._pair()
 
     def _attach(self) -> None:
-        if self._sources is None:
+        if self._sources is None or any(is_left_behind(source.shown) for source in self._sources):
             self._find_sources()
-        # All rows of a module are dropped at once.
         if not self._sources or is_left_behind(self._sources[0].shown):
             raise EngineStateError(
                 "AveragedWeights: the module is not sharded, or unshard_model made it plain, so there are no rows to average; shard the "

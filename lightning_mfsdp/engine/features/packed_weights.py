@@ -4,7 +4,7 @@ Rows of such a parameter are no rows of a weight, and its numbers in another dty
 each becomes an ordinary parameter of bytes, which the engine never casts, since its dtype is an integer's:
 
     tensors inside (torchao)       all of them, scales too, become one parameter `[bytes]`. A parametrization of the module makes the
-                                   tensor anew over the gathered bytes, without a copy, where a layer reads its weight
+                                   tensor again over the gathered bytes, without a copy, where a layer reads its weight
     state beside (bitsandbytes)    packed numbers become uint8, whatever `quant_storage` was, and the layer reads the parameter itself.
                                    The scales in `quant_state` stay whole on each rank, with the first rank's values
 
@@ -308,7 +308,7 @@ def _load_text(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: A
 
 
 def _keep_format(module: Any) -> list[Callable[[], None]]:
-    """Keep a layer of bitsandbytes from packing its bytes anew in an evaluation on a CPU with AVX512, for good and for this rank alone."""
+    """Keep a layer of bitsandbytes from packing its bytes again in an evaluation on a CPU with AVX512, for good and for this rank alone."""
     repacks = vars(module).get("support_avx512bf16_for_cpu", False)
     if not repacks:
         return []
