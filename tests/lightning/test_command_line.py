@@ -49,6 +49,11 @@ def fit(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> Light
     ]
     options += [f"default_root_dir={folder}", "strategy=lightning_mfsdp.MFSDPStrategy"]
     monkeypatch.setattr(sys, "argv", ["program", "fit", *(f"--trainer.{option}" for option in options), *arguments])
+    for variable in (
+        "PL_GLOBAL_SEED",
+        "PL_SEED_WORKERS",
+    ):  # the command line sets them, and ranks of later tests would take them over
+        monkeypatch.setenv(variable, "1")
     return LightningCLI(Model, save_config_callback=None, seed_everything_default=1)
 
 

@@ -129,6 +129,7 @@ def a_full_buffer_is_flagged_on_all_ranks(rank: int, world: int) -> None:
     experts = expert_parallel(
         GroupedExperts(num_experts=8, hidden_size=4, intermediate_size=3, capacity_factor=1.5, over_capacity="drop"),
         mesh,
+        dispatcher="all_gather",
     )
     hidden = torch.randn(6, 4, requires_grad=True)
     even = torch.arange(12).view(6, 2) % 8
