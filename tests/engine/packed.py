@@ -74,6 +74,7 @@ class State:
 
     def __init__(self, shape: torch.Size, absmax: Tensor, offset: Tensor) -> None:
         self.shape, self.absmax, self.offset, self.state2 = shape, absmax, offset, None
+        self.blocksize, self.quant_type = 64, "toy"
 
 
 class Beside(nn.Parameter):
@@ -128,7 +129,7 @@ class BesideLinear(nn.Linear):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         state = self.weight.quant_state
-        text = f'{{"nested_offset": {state.offset.item()!r}}}'
+        text = f'{{"nested_offset": {state.offset.item()!r}, "shape": {list(state.shape)}}}'
         destination[f"{prefix}weight.absmax"] = state.absmax
         destination[f"{prefix}weight.quant_state.bitsandbytes__nf4"] = torch.tensor(
             list(text.encode()), dtype=torch.uint8

@@ -150,6 +150,14 @@ def tied_and_loaded(rank: int, world: int) -> dict[str, Any]:
     source, other = shard(built("beside")), shard(built("beside", seed=5))
     lengths = {len(value) for name, value in source.state_dict().items() if "quant_state" in name}
     other.load_state_dict(source.state_dict(), strict=False)
+    state = source.state_dict()
+    name = next(name for name in state if "quant_state" in name)
+    text = bytes(state[name].tolist()).replace(b'"shape": [', b'"shape": [1')
+    with pytest.raises(
+        ValueError,
+        match=r"the checkpoint has a packed weight of shape \[1\d+, \d+\] and not \[\d+, \d+\]; load it into",
+    ):
+        other.load_state_dict({**state, name: torch.tensor(list(text), dtype=torch.uint8)}, strict=False)
     return {
         "rows": rows,
         "same": torch.equal(tied(batches()[0]), before),

@@ -302,7 +302,15 @@ def _pad_text(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any
 
 def _load_text(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     for name, parameter in _texts(module, state_dict, prefix):
-        state, offset = parameter.quant_state, json.loads(bytes(state_dict[name].tolist())).get("nested_offset")
+        state, saved = parameter.quant_state, json.loads(bytes(state_dict[name].tolist()))
+        own = {"shape": list(state.shape), "blocksize": state.blocksize, "quant_type": state.quant_type}
+        differing = [f"{key} {saved[key]} and not {value}" for key, value in own.items() if saved.get(key, value) != value]
+        if differing:  # as many bytes may be another weight
+            raise ValueError(
+                f"{name.partition('.quant_state.')[0]}: the checkpoint has a packed weight of {', '.join(differing)}; load it into a model "
+                "whose weights were quantized alike"
+            )
+        offset = saved.get("nested_offset")
         if offset is not None and state.offset is not None:
             state.offset.fill_(offset)
 
