@@ -52,10 +52,8 @@ KILLED_S = 0.1  # for the connections of other ranks to end that were killed at 
 PROBED_S = 2  # the kernel probes a connection that was idle for so long, and again as long as no answer comes
 UNANSWERED_S = 7  # then a connection ends whose other host does not answer: at most PROBED_S later
 _LOST = frozenset((errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN))
-_FILES, _FILES_PER_RANK = (
-    1024,
-    8,
-)  # that rank 0 may have open: those of a program, and of connections to each other rank (4 were counted)
+# That rank 0 may have open: those of a program, and those of connections to each other rank (4 were counted).
+_FILES, _FILES_PER_RANK = 1024, 8
 _SHOWN = 8  # ranks, in messages
 _KILLED = "its process ended, perhaps killed"
 

@@ -111,10 +111,10 @@ def shard_added(
     ignored = {id(parameter) for parameter in options.get("ignored_parameters") or ()}
     around = [_unit_around(module, name) for name, parameter in added.items() if id(parameter) not in ignored]
     # Who owns a shared parameter was sharded before those who show it, too.
-    again = sorted(_with_users(unit for unit in around if unit is not root), key=lambda unit: unit.number)
-    again = [unit for unit in again if unit is not root]
+    nested = {unit for unit in _with_users(unit for unit in around if unit is not root) if unit is not root}
+    again = sorted(nested, key=lambda unit: unit.number)
     count = len(again) + 1
-    del around, root
+    del around, nested, root  # a unit that is made plain must not be kept alive
     for unit in units:
         fully_shard(unit, mesh, **options)
     while again:

@@ -304,7 +304,9 @@ def _load_text(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: A
     for name, parameter in _texts(module, state_dict, prefix):
         state, saved = parameter.quant_state, json.loads(bytes(state_dict[name].tolist()))
         own = {"shape": list(state.shape), "blocksize": state.blocksize, "quant_type": state.quant_type}
-        differing = [f"{key} {saved[key]} and not {value}" for key, value in own.items() if saved.get(key, value) != value]
+        differing = [
+            f"{key} {saved[key]} and not {value}" for key, value in own.items() if saved.get(key, value) != value
+        ]
         if differing:  # as many bytes may be another weight
             raise ValueError(
                 f"{name.partition('.quant_state.')[0]}: the checkpoint has a packed weight of {', '.join(differing)}; load it into a model "
