@@ -368,6 +368,46 @@ def a_gradient_taken_while_it_is_held_back_stays_what_it_was(rank, world):
         torch.testing.assert_close(model.out.weight.grad.full_tensor(), plain.out.weight.grad, msg=sharding)
 
 
+def what_is_kept_of_a_gradient_is_what_plain_pytorch_keeps_or_says_that_it_was_cleared(rank, world):
+    """After every order of four events, gradients kept after each: what was cleared before ranks had reduced it raises or is NaN."""
+    pick = lambda model: (model.layers[0].weight, model.out.weight)  # noqa: E731
+    sequences = list(product(("hold", "sync", "clear", "zero", "read"), repeat=3))
+    model, plain = {sharding: sharded_chain(sharding=sharding) for sharding in STRATEGIES}, plain_chain()
+    for number, events in enumerate(sequences):
+        sharding = STRATEGIES[number % len(STRATEGIES)]
+        kept: tuple[list[list[torch.Tensor]], ...] = ([], [])
+        for one, keep in zip((model[sharding], plain), kept, strict=True):
+            one.zero_grad()
+            for place, event in enumerate(("hold", *events)):
+                if event in ("hold", "sync"):
+                    with no_sync(one) if one is not plain and event == "hold" else nullcontext():
+                        loss_of(one, inputs(place)).backward()
+                elif event == "read":
+                    [parameter.grad + 1 for parameter in pick(one) if parameter.grad is not None]
+                else:
+                    one.zero_grad(set_to_none=event == "clear")
+                if pick(one)[0].grad is not None:
+                    keep.append([parameter.grad for parameter in pick(one)])
+        lost = 0
+        for ours, theirs in zip(itertools.chain(*kept[0]), itertools.chain(*kept[1]), strict=True):
+            case = (sharding, events)
+            try:
+                found = ours.full_tensor()
+            except EngineStateError as error:
+                found = (
+                    torch.full_like(theirs, torch.nan) if "was cleared or replaced before" in str(error) else theirs * 0
+                )
+            if found.isnan().all():
+                lost += 1
+            else:
+                torch.testing.assert_close(found, theirs, msg=lambda text, case=case: f"{case}: {text}")
+        cleared_unread, is_held = False, True
+        for event in events:
+            cleared_unread = cleared_unread or (event == "clear" and is_held)
+            is_held = event == "hold" or (is_held and event == "zero")
+        assert (lost > 0) == (cleared_unread and world > 1), (sharding, events, lost)
+
+
 def a_gradient_held_back_is_not_reduced_inside_a_backward(rank, world):
     for sharding in STRATEGIES:
         model = sharded_chain(sharding=sharding)
@@ -665,6 +705,7 @@ WORLDS = {
         a_kept_gradient_is_the_gradient_while_later_ones_are_held_back,
         whatever_is_kept_of_a_gradient_has_later_ones_added,
         a_gradient_taken_while_it_is_held_back_stays_what_it_was,
+        what_is_kept_of_a_gradient_is_what_plain_pytorch_keeps_or_says_that_it_was_cleared,
         a_gradient_from_before_sharding_is_forgotten,
         a_gradient_set_before_the_first_backward_is_added_to,
         a_kept_gradient_outlives_clearing_and_the_next_forward,
@@ -678,6 +719,7 @@ WORLDS = {
         a_kept_gradient_is_the_gradient_while_later_ones_are_held_back,
         whatever_is_kept_of_a_gradient_has_later_ones_added,
         a_gradient_taken_while_it_is_held_back_stays_what_it_was,
+        what_is_kept_of_a_gradient_is_what_plain_pytorch_keeps_or_says_that_it_was_cleared,
         a_gradient_from_before_sharding_is_forgotten,
         a_gradient_set_before_the_first_backward_is_added_to,
         a_gradient_set_while_others_wait_to_be_reduced_takes_their_place,

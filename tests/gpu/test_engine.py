@@ -27,7 +27,14 @@ MODULES = (
         "state_dicts",
         "storage",
     ),
-    *("unused_parameters", "weights_in_backward", "whole_views"),
+    *(
+        "unused_parameters",
+        "weights_in_backward",
+        "whole_views",
+        "complex",
+        "parameter_hooks",
+        "functional_call",
+    ),
 )
 PARTS = 8  # starts of processes for each number of ranks; each ends before the time-out of ranks where GPUs are shared with other tests
 

@@ -366,7 +366,9 @@ class Gradients:
             return reached
         changed = [index for index in self.held if self._entries[index].local.grad is not self._stand_ins[index]]
         for index in changed:
-            del self.held[index]
+            before = self.held.pop(index)
+            if before is not None and before is not self._entries[index].local.grad:
+                before.fill_(torch.nan)  # for those who keep it: it is all but a gradient, whose other part is dropped
         for index, before in self.held.items():
             self._entries[index].local.grad = before
         self.held = dict.fromkeys(self.held)
@@ -421,6 +423,8 @@ class Gradients:
     def drop(self) -> None:
         """Forget everything that is not in `main`: the backward it belongs to failed. What was not taken yet stays, see `drop_news`."""
         self.take_back()
+        for index in self.held:
+            self._entries[index].sharded.settle_gradient(None)
         self._drop_waiting()
         self._end_writes()
 
@@ -672,6 +676,8 @@ class Gradients:
             is_reduced = (entry.full.requires_grad and local.requires_grad) or index in held
             if is_reduced and index not in undecided:
                 local.grad = shown
+                if index in held:
+                    entry.sharded.settle_gradient(shown)
         held.clear()
 
     def undecided(self) -> list[int]:
@@ -687,7 +693,9 @@ class Gradients:
         """
         for index in self.undecided():
             if used[index]:
-                self._entries[index].local.grad = self.main.views[index]
+                entry, shown = self._entries[index], self.main.views[index]
+                entry.local.grad = shown
+                entry.sharded.settle_gradient(shown)
 
     def finish(self) -> bool:
         """After the last reduction of a backward, on the compute stream. Returns whether there was any."""

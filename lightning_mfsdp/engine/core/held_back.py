@@ -4,6 +4,9 @@
     any arithmetic with p.grad      everything held back in the root is reduced first; `.grad` is then the gradient. Collective
     nothing                         the next backward that communicates reduces it, as usual
 
+The sharded tensor that a program has kept of it becomes the gradient at the reduction. Of one that was cleared before, nothing
+is left: it raises, or is NaN where it is the memory of gradients that had been reduced earlier.
+
 Without it `.grad` would be `None`, what is held back could not be cleared, and one microbatch with NaN would reach the next step.
 """
 
@@ -32,7 +35,7 @@ class HeldBackGradient(Tensor):
     `parameters()` show a sharded tensor over it, which takes the gradient's rows in its place once it is used.
     """
 
-    _owner: tuple[weakref.ref[ParameterGroup], int]
+    _owner: tuple[weakref.ref[ParameterGroup], int] | None  # `None`: what it stood for was cleared
 
     @staticmethod
     def of(group: ParameterGroup, index: int) -> HeldBackGradient:
@@ -42,6 +45,13 @@ class HeldBackGradient(Tensor):
             number = torch.zeros((), dtype=local.grad_dtype or local.dtype, device=local.device)
             gradient = compat.as_kind(HeldBackGradient, number.expand(local.shape))
         gradient._owner = (weakref.ref(group), index)
+        return gradient
+
+    def cleared(self) -> HeldBackGradient:
+        """What takes its place with those who kept it when the gradient is cleared: it raises when it is used."""
+        with torch.inference_mode(False), torch.no_grad(), compat.without_torch_function():
+            gradient = compat.as_kind(HeldBackGradient, self.detach())
+        gradient._owner = None
         return gradient
 
     @classmethod
@@ -68,27 +78,34 @@ class HeldBackGradient(Tensor):
         """The gradient that it stands for; what is held back is reduced now if it is not yet. Collective if so.
 
         Raises:
-            EngineStateError: A backward runs, in which nothing held back can be reduced.
+            EngineStateError: A backward runs, in which nothing held back can be reduced, or the gradient was cleared before.
         """
-        group, local = self._group_and_rows()
+        group, index = self._place()
+        local = group.entries[index].local
         if isinstance(local.grad, HeldBackGradient):
             group.reduce_held_back()
         if isinstance(local.grad, HeldBackGradient):
             raise EngineStateError(
-                f"the gradient of parameter {group.entries[self._owner[1]].name} is read or changed while a backward runs, and earlier "
+                f"the gradient of parameter {group.entries[index].name} is read or changed while a backward runs, and earlier "
                 "backwards under no_sync hold parts of it back; do it after the backward"
             )
         return torch.zeros_like(local.detach()) if local.grad is None else local.grad
 
     def zero(self) -> None:
         """Zero what is held back. Whether any rank used the parameter is not known before the reduction, so it stays held back."""
-        group, local = self._group_and_rows()
+        group, index = self._place()
+        local = group.entries[index].local
         if isinstance(local.grad, HeldBackGradient):
-            group.gradients.zero_held_back(self._owner[1])
+            group.gradients.zero_held_back(index)
         elif local.grad is not None:
             local.grad.zero_()
 
-    def _group_and_rows(self) -> tuple[ParameterGroup, Tensor]:
+    def _place(self) -> tuple[ParameterGroup, int]:
+        if self._owner is None:
+            raise EngineStateError(
+                f"a gradient of shape {tuple(self.shape)} is used that was held back under no_sync and was cleared or replaced before "
+                "ranks had reduced it, so its values are gone. Use it once before it is cleared: kept = parameter.grad * 1"
+            )
         group = self._owner[0]()
         assert group is not None, "a parameter's gradient is read while its module exists"
-        return group, group.entries[self._owner[1]].local
+        return group, self._owner[1]
