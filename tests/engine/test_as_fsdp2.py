@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import pickle
 
 import numpy as np
 import pytest
@@ -168,7 +170,16 @@ def where_every_rank_has_all_of_a_weight_numpy_reads_and_pickles_keep_it(rank, w
         file.seek(0)
         for name, value in torch.load(file, weights_only=True).items():
             assert type(value) in (Tensor, torch.nn.Parameter)
+            assert value.requires_grad == getattr(saved[name], "requires_grad", False)
             torch.testing.assert_close(value.detach(), expected[name], rtol=1e-5, atol=1e-6)
+    model.out.weight.requires_grad_(False)
+    copied = pickle.loads(pickle.dumps([model.out.weight, model.layers[0].weight]))
+    assert [(type(value), value.requires_grad) for value in copied] == [
+        (torch.nn.Parameter, False),
+        (torch.nn.Parameter, True),
+    ]
+    with pytest.raises(EngineStateError, match=r"out\.weight: a sharded parameter cannot be copied"):
+        copy.copy(model.out.weight)
 
 
 def a_backward_to_chosen_parameters_gives_these_a_gradient_and_no_others(rank, world):

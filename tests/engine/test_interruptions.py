@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp.engine import around_backward, gather_root, no_sync, sharded_parameters, unshard
 from lightning_mfsdp.engine.comm.collectives import Axis
+from lightning_mfsdp.engine.core.context import Context
 from tests.engine.internals import unit_of
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import (
@@ -185,6 +186,19 @@ def a_backward_that_raised_can_be_done_again(rank, world):
         loss.backward()
         assert_gradients(model, expected, case)
         assert_at_rest(model, case)
+
+
+def a_backward_whose_beginning_raised_can_be_done_again_while_the_error_is_kept(rank, world):
+    expected, kept = reference_gradients(world, [1.0]), []
+    for sharding, step in product(in_turn(3, STRATEGIES), ("interrupt", "_show_for_backward", "_begin_reductions")):
+        model = sharded_chain(sharding=sharding)
+        loss = loss_of(model, inputs(0, rank))
+        with mock.patch.object(Context, step, side_effect=Broken), pytest.raises(Broken) as error:
+            loss.backward(retain_graph=True)
+        kept.append(error)
+        loss.backward()
+        assert_gradients(model, expected, f"{sharding} {step}")
+        assert_at_rest(model, sharding)
 
 
 def failure_in_one_microbatch_can_be_dropped_with_the_step(rank, world):
@@ -411,6 +425,7 @@ CASES = (
     failed_forward_is_at_rest_at_once,
     evaluation_right_after_a_failed_backward,
     a_backward_that_raised_can_be_done_again,
+    a_backward_whose_beginning_raised_can_be_done_again_while_the_error_is_kept,
     failure_in_one_microbatch_can_be_dropped_with_the_step,
     passes_without_gradients_change_nothing,
     evaluation_sees_the_weights_of_the_last_step,

@@ -262,9 +262,10 @@ class Context:
         if compat.in_transform():
             end = partial(compat.outside_transforms, end)
         self.backward.begin(end)
+        compat.on_backward_end(end)
+        del end  # the traceback of an error below may be kept, and only autograd may hold it
         self.interrupt()
         self._show_for_backward()
-        compat.on_backward_end(end)
         self._begin_reductions(is_idle=not self._trains())
 
     def _begin_reductions(self, *, is_idle: bool = False) -> None:

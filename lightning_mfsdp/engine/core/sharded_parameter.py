@@ -260,11 +260,22 @@ class ShardedParameter(ShardedTensor):
             group.weights.take_assigned()
             group.known_writes(weights=True)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        self._refuse_copy("deep-copied")
+
+    def __copy__(self) -> NoReturn:
+        self._refuse_copy("copied")
+
+    def _refuse_copy(self, done: str) -> NoReturn:
         raise EngineStateError(
-            f"{self._name}: a sharded parameter cannot be deep-copied, because the copy would belong to no unit. Copy "
+            f"{self._name}: a sharded parameter cannot be {done}, because the copy would belong to no unit. Copy "
             "the module before fully_shard or after unshard_model, or copy values with unshard(module)"
         )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if not self.is_whole:
+            return super().__reduce_ex__(protocol)
+        return nn.Parameter(self._as_plain().clone(), requires_grad=self.requires_grad).__reduce_ex__(protocol)
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
         """Call `hook(gradient)` in each backward that reaches the parameter in a forward of its module, as under DDP.
