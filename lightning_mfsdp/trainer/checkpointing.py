@@ -238,7 +238,7 @@ class CheckpointingStrategy(ProcessStrategy):
         else:
             content = lightning_io.ShardedContent.of(ParameterIndex(self._module), checkpoint, ranks)
         if not self._saves_in_background:
-            with self._with_others(), self._progress(f"Saving {location}") as progress:
+            with self._progress(f"Saving {location}") as progress:
                 lightning_io.save(location, content, ranks=ranks, progress=progress)
             return
         with on_all_ranks(f"copying {location} to host memory"):
