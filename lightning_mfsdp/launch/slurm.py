@@ -11,11 +11,16 @@ from lightning_mfsdp._lightning_api import SLURMEnvironment
 if TYPE_CHECKING:
     from lightning.fabric.plugins import ClusterEnvironment
 
-__all__ = ["RequeueError", "requeue", "requeue_signal"]
+__all__ = ["RequeueError", "is_job", "requeue", "requeue_signal"]
 
 
 class RequeueError(RuntimeError):
     """The job could not be put back into the queue."""
+
+
+def is_job() -> bool:
+    """Whether SLURM ends this process when its time is up, whatever has started it in the job."""
+    return "SLURM_JOB_ID" in os.environ
 
 
 def requeue_signal(environment: ClusterEnvironment | None) -> int | None:

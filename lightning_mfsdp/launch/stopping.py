@@ -7,6 +7,8 @@ and waits for the device. Only rank 0's signal has an effect, and the others wai
 checkpoint in the middle of whatever runs. There is no hook for any of them. So the handlers here only set a flag that `peers.py` passes
 on, and while a fit trains, the epoch loop of this Trainer checks it before every batch. A rank alone has no others to agree with: there
 Lightning's own flag is set, between batches. All is restored at the end.
+
+However long the batch and the save take, nothing here ends them; a second SIGTERM does (second_sigterm.py).
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any
 from lightning_mfsdp._lightning_api import SIGTERMException, Trainer, TrainerFn
 from lightning_mfsdp.launch import slurm
 from lightning_mfsdp.launch.peers import Peers
+from lightning_mfsdp.launch.second_sigterm import SecondSigterm
 
 __all__ = ["Stopping"]
 
@@ -59,6 +62,7 @@ class Stopping:
         self._handled: list[int] = []
         self._process = os.getpid()
         self._replaces_method = False
+        self._second: SecondSigterm | None = None
 
     @property
     def requeues(self) -> bool:
@@ -86,6 +90,8 @@ class Stopping:
             for number in self._signals():
                 signal.signal(number, self._on_signal)
                 self._handled.append(number)
+            if not slurm.is_job():
+                self._second = SecondSigterm(self._on_signal, tells=self._trainer.is_global_zero)
         self._trains = self._trains or trains
         self._show_lightning()
 
@@ -101,8 +107,13 @@ class Stopping:
         if self._replaces_method:
             delattr(self._trainer.fit_loop.epoch_loop, METHOD)
             self._replaces_method = False
-        if stopped:  # this process ends, and must not be killed while it does; Lightning restores the handlers
+        if (
+            stopped
+        ):  # this process ends, and SIGTERM that belongs to the first must not kill it; Lightning restores the handlers
             return
+        if self._second is not None:
+            self._second.close()
+            self._second = None
         for number in self._handled:
             signal.signal(number, self._before(number) or signal.SIG_DFL)
         if self._trainer.interrupted:  # an exception ends the process anyway; it must be seen
@@ -131,6 +142,8 @@ class Stopping:
         if os.getpid() != self._process:  # a fork has this handler, too
             _in_fork(number)
             return
+        if number == signal.SIGTERM and self._second is not None:
+            self._second.note_first()
         before = self._before(number)
         if callable(before):
             before(number, frame)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -132,6 +134,15 @@ def happen(kind: str) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
     if kind in ("SIGTERM", "SIGKILL"):
         os.kill(os.getpid(), getattr(signal, kind))
+    if kind == "SIGTERM to launcher and rank":  # as schedulers signal all processes of a job
+        os.kill(os.getppid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait(1)  # until the launcher has passed it on
+    if kind == "SIGTERM to launcher twice":  # as a person does whose run does not end
+        kill = f"kill -TERM {os.getppid()}"
+        subprocess.Popen(["sh", "-c", f"{kill}; sleep 6; {kill}"], start_new_session=True)
+        while True:
+            threading.Event().wait()
 
 
 def fit(rank: int, world: int, folder: Path, model: Any, callbacks: list[Callback], **options: Any) -> Any:

@@ -24,7 +24,7 @@ def run(folder: Path, kind: str, rank: int, *options: str) -> tuple[int, list[li
     command = [*TORCHRUN, *(options or ("--standalone",)), str(SCRIPT), str(folder), kind, str(rank)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=500, cwd=ROOT)
     events = [[json.loads(line) for line in (folder / f"events-{rank}").read_text().splitlines()] for rank in range(2)]
-    return done.returncode, events, done.stdout[-3000:] + done.stderr[-6000:]
+    return done.returncode, events, done.stdout[-3000:] + done.stderr[-30000:]
 
 
 def batches_of(events: list[dict[str, Any]], start: int) -> list[int]:
@@ -55,10 +55,22 @@ def test_a_job_with_the_static_rendezvous_is_started_again(tmp_path: Path) -> No
     assert all(own[-1]["what"] == "done" for own in events)
 
 
-def test_sigterm_on_one_rank_saves_on_all_and_ends_the_job(tmp_path: Path) -> None:
-    _, events, output = run(tmp_path, "SIGTERM", 1)
+@pytest.mark.parametrize("kind", ["SIGTERM", "SIGTERM to launcher and rank"])
+def test_sigterm_on_one_rank_saves_on_all_and_ends_the_job(kind: str, tmp_path: Path) -> None:
+    """Also where torchrun gets it, too, and passes it on: what comes in one moment is one request."""
+    _, events, output = run(tmp_path, kind, 1)
     for own in events:
         assert own[-1]["what"] == "error", output
         assert own[-1]["error"].startswith("SIGTERMException")
         assert batches_of(own, 0) == list(range(FAULT_AT + 1)), "the step in which it came is the last"
     assert list(tmp_path.glob(f"*step={FAULT_AT + 1}.ckpt")), "saved after it"
+
+
+def test_a_second_sigterm_to_torchrun_ends_a_step_that_never_does(tmp_path: Path) -> None:
+    code, events, output = run(tmp_path, "SIGTERM to launcher twice", 1)
+    assert code != 0
+    assert all(own[-1]["what"] in ("step", "fault") for own in events), "no exception, and nothing saved"
+    assert not list(tmp_path.glob(f"*step={FAULT_AT + 1}.ckpt"))
+    assert "A further SIGTERM ends a process at once" in output, output
+    assert "Stack (most recent call first)" in output or "Current thread" in output, output
+    assert "Unable to shutdown process" not in output, "torchrun had to send no SIGKILL"
