@@ -69,8 +69,10 @@ CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
 INTRODUCTION = """# What the core remembers
 
 The state of the engine's core: every attribute of these classes that changes after construction, in the order of the code, what it
-means, and the functions that replace it or change what it contains. `python docs/state.py` writes this page from the code, and a test
-compares the two. Before you add an attribute, look here for one that implies it; before you write one from a further place, look for a
+means, and the functions that replace it or change what it contains. A function without a class or file before it is a method of the
+class itself. `python docs/state.py` writes this page from the code, and a test compares the two.
+
+Before you add an attribute, look here for one that implies it; before you write one from a further place, look for a
 function that writes it already.
 """
 

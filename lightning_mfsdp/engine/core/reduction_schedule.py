@@ -65,7 +65,7 @@ class ReductionSchedule:
         self._order: list[weakref.ref[Unit]] = []  # in which all ranks reduce; empty before the first backward
         self._turn = 0  # index in it of the unit that is reduced next
         self._done: set[int] = set()  # numbers of units whose gradients are complete in this backward
-        self._with_news: list[ParameterGroup] = []  # whose hooks are to run
+        self._with_news: list[ParameterGroup] = []  # shown by the last wait, and whose hooks are to run
         self._in_flight: deque[_InFlight] = deque()  # reductions that were issued, and whose buckets have memory
         self._reduced: dict[ParameterGroup, None] = {}  # in this backward, in an order that all ranks share
         self._usage = Usage(streams)

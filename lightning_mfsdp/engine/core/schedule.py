@@ -21,7 +21,7 @@ class Schedule:
     """The order of units in a step, recorded while it runs. It only guides prefetching; execution may differ. Units are stored by number.
 
     Attributes:
-        ran: Units whose forward ran in this pass, in the order in which they first did.
+        ran: Units whose forward ran in this pass, in the order in which they first did. When the first of them runs again, a pass begins.
         trace: What repeats the step that is running, if other ranks will repeat its gathers (step_trace.py).
         last_of_forward: The unit that ended the forward before the last backward: that backward needs it first.
     """

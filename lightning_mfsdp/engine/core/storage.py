@@ -127,8 +127,9 @@ class Client:
         evict: Called when another client wants the slot, with whether it has to have it; gives it up in that case, and if no unit
             computes with what is in it, and says whether it did.
         slot: What it holds, or held last.
-        home: The slot that it takes unless saved tensors point elsewhere: planned, or its own, which has memory only while it is held.
-            `None`: no saved tensor points into its memory (side_doors.py), so it may be any, and is in no plan.
+        home: The slot that it takes unless saved tensors point elsewhere: planned, or its own, which has memory only while it is held
+            (before the first plan, and where weights come to stay between forward and backward). `None`: no saved tensor points into
+            its memory (side_doors.py), so it may be any, and is in no plan.
         reference: Weak reference to itself, for holders that must not keep it alive.
     """
 
