@@ -108,6 +108,8 @@ class StrategyOptions(DeclaredOptions):
         check_tensor_plan(self.tensor_plan)
         check_choice("state_dict_type", self.state_dict_type, ("sharded", "full"))
         check_duration("shared_folder_timeout", self.shared_folder_timeout)
+        if self.timeout is not None:
+            check_duration("timeout", self.timeout)
         check_choice("start_method", self.start_method, ("popen", "fork"))
         check_policy(self.policy)
         object.__setattr__(self, "outer", outer_ranks(self.outer, self.outer_size))
