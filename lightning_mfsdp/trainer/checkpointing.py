@@ -55,6 +55,7 @@ from lightning_mfsdp.trainer.data_position import (
 )
 from lightning_mfsdp.trainer.global_batch import check_equal_microbatches, check_global_batch, microbatches
 from lightning_mfsdp.trainer.hyperparameters import compare_hyperparameters
+from lightning_mfsdp.trainer.latest import RUN, new_run
 from lightning_mfsdp.trainer.stopped import Last, next_hpc_path
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ class CheckpointingStrategy(ProcessStrategy):
         self.async_save = async_save
         self.global_batch_size = global_batch_size
         self.shared_folder_timeout = shared_folder_timeout
+        self._run = new_run()  # ranks differ until one loads; rank 0 writes its own
         self._saver = BackgroundSaver()
         self._staging = Staging()
         self._saving_ranks: Ranks | None = None
@@ -274,6 +276,7 @@ class CheckpointingStrategy(ProcessStrategy):
             **added,
             RANK_STATES: ranks.gather(rank_state(checkpoint, self._module, self.root_device, **self._data_place)),
             DATA_POSITIONS: data_positions(self._module.trainer),
+            RUN: self._run,
         }
 
     def check_accumulation(self) -> None:
@@ -321,9 +324,11 @@ class CheckpointingStrategy(ProcessStrategy):
     def _restore_rank_state(self, rest: dict[str, Any]) -> None:
         """Random numbers now, for what shuffles data, and once more if training continues inside an epoch: its loaders draw some again."""
         states, positions = rest.pop(RANK_STATES, None), rest.pop(DATA_POSITIONS, [])
+        run = rest.pop(RUN, self._run)
         self._go_on_reading = None
         if self._module.trainer.state.fn != TrainerFn.FITTING or "loops" not in rest:
             return
+        self._run = run
         self._restore_random_states(rest, states)
         loop = rest["loops"]["fit_loop"]
         progress = loop["epoch_loop.batch_progress"]
