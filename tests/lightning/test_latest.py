@@ -121,9 +121,7 @@ def test_another_run_in_the_same_folder_is_passed_by(tmp_path: Path) -> None:
     }
     assert set(found.later) == {before, old}, "worth a warning"
     assert chosen(tmp_path, run="first").path == before
-    with pytest.raises(
-        ValueError, match=r"run='third': no checkpoint in .* is of that run; there are those of"
-    ):
+    with pytest.raises(ValueError, match=r"run='third': no checkpoint in .* is of that run; there are those of"):
         chosen(tmp_path, run="third")
 
 
