@@ -39,7 +39,7 @@ class ElasticEnvironment(TorchElasticEnvironment):
         super().__init__()
         if not self.detect():
             raise RuntimeError(
-                "ElasticEnvironment: torchrun did not start this process, so the number of nodes is unknown. Start the script with "
+                "ElasticEnvironment: torchrun did not start this process, so the number of nodes is unknown. Run the script with "
                 "torchrun --nnodes=1:4, or leave the plugin out"
             )
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

@@ -149,7 +149,7 @@ def _finish_replacements(folder: str) -> None:
         name = f"{match.group(1)}{_SUFFIX}" if match else ""
         if match and beside(name, "old") == hidden and (recovered := locate(f"{folder}/{name}").recover()):
             rank_zero_warn(
-                f"{folder}/{name}: a save was interrupted while it replaced this checkpoint; taking {recovered}"
+                f"{folder}/{name}: a save was interrupted while it replaced this checkpoint; taking {recovered}, which is complete"
             )
 
 
@@ -256,7 +256,7 @@ def _check_seen(folders: Sequence[str], choice: Choice, ranks: Ranks, *, looks: 
     if more:
         raise NotSharedError(
             f"{on_hosts(list(more), hosts)} can see {next(iter(more.values()))}, and rank 0 on {hosts[0]} cannot, so nothing was read. "
-            "Mount the same storage at that path on all nodes, or give latest_checkpoint the folder that all nodes share"
+            "Have all nodes mount the same storage at that path, or give latest_checkpoint the folder that all nodes share"
         )
     if choice.path is not None:
         folder, name = os.path.split(choice.path)
