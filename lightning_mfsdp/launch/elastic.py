@@ -28,8 +28,8 @@ def launched_nodes() -> int:
 class ElasticEnvironment(TorchElasticEnvironment):
     """Processes of torchrun on a number of nodes that changes: `Trainer(strategy="mfsdp", plugins=[ElasticEnvironment()])`.
 
-    The strategy takes the number of nodes from torchrun, so `Trainer(num_nodes=...)` is left out. For configuration files, too, which
-    cannot call `launched_nodes`.
+    The strategy takes the number of nodes from torchrun, so `num_nodes` of the Trainer or Fabric is left out. For configuration files, too,
+    which cannot call `launched_nodes`.
 
     Raises:
         RuntimeError: torchrun did not start this process.

@@ -209,13 +209,14 @@ def latest_checkpoint(
         trainer: With `MFSDPStrategy`.
         folder: Path or URL with the checkpoints. `None`: the `dirpath` of the Trainer's ModelCheckpoints, and its `default_root_dir`.
         run: Id of another run, as the log names it, or `torch.load(path + "/meta.pt")["training_run"]["id"]`.
-        weights_only: As for `fit`.
+        weights_only: As for `fit`, which is given the same.
 
     Returns:
         Its path; `None` if there is none: the run begins.
 
     Raises:
-        ValueError: No folder is known; ranks were given different ones; or there is no checkpoint of `run`.
+        ValueError: No folder is known, or ranks were given different ones.
+        RuntimeError: On all ranks: rank 0 cannot list the folder, or finds no checkpoint of `run` in it.
         NotSharedError: Ranks do not see the same checkpoints; names ranks and hosts.
     """
     strategy = trainer.strategy
@@ -264,18 +265,22 @@ def _check_seen(folders: Sequence[str], choice: Choice, ranks: Ranks, *, looks: 
 
 
 def _tell(where: str, choice: Choice) -> None:
-    parts = [f"{path} ({reason})" for path, reason in choice.passed_by.items()]
-    left_out = len(parts) - _SHOWN
-    passed_by = "; ".join(parts[:_SHOWN]) + (f" and {left_out} more" if left_out > 0 else "")
-    decided = (
-        f"no checkpoint to go on from in {where}"
-        if choice.path is None
-        else f"going on from {choice.path}, step {choice.step}"
-    )
-    text = decided + (f" of run {choice.run}" if choice.run else "") + (f"; passed by: {passed_by}" if parts else "")
+    text = _summary(where, choice)
     if choice.later:
         rank_zero_warn(
             f"{text}. Other runs have more steps: give run=ID to go on from one of them, or another folder to each run"
         )
+    elif choice.path is None and choice.passed_by:
+        rank_zero_warn(f"{text}. So training begins; give latest_checkpoint another folder if that is not meant")
     else:
         rank_zero_info(text)
+
+
+def _summary(where: str, choice: Choice) -> str:
+    parts = [f"{path} ({reason})" for path, reason in choice.passed_by.items()]
+    more = f" and {len(parts) - _SHOWN} more" if len(parts) > _SHOWN else ""
+    passed_by = f"; passed by: {'; '.join(parts[:_SHOWN])}{more}" if parts else ""
+    if choice.path is None:
+        return f"no checkpoint to go on from in {where}{passed_by}"
+    run = f" of run {choice.run}" if choice.run else ""
+    return f"going on from {choice.path}, step {choice.step}{run}{passed_by}"

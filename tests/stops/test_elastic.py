@@ -16,9 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_mfsdp import ElasticEnvironment, launched_nodes
+from lightning_mfsdp.fabric import MFSDPFabricStrategy
 from tests.lightning.models import make_trainer
 from tests.lightning.test_launch import ROOT, environment, free_port, launch
 from tests.stops.elastic_script import EPOCHS, GLOBAL, SIZE
@@ -181,12 +183,15 @@ def test_torchrun_says_how_many_nodes_the_trainer_has(monkeypatch: pytest.Monkey
     }
     for name, value in (started | {"TORCHELASTIC_RUN_ID": "run"}).items():
         monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(rank_zero_only, "rank", 0, raising=False)  # the Trainer sets its own
     trainer = make_trainer("", 1, plugins=[ElasticEnvironment()])
     assert (trainer.num_nodes, trainer.world_size, trainer.strategy.distributed_sampler_kwargs) == (
         4,
         4,
         {"num_replicas": 4, "rank": 3},
     )
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=MFSDPFabricStrategy(), plugins=[ElasticEnvironment()])
+    assert fabric.strategy.num_nodes == 4
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setattr(rank_zero_only, "rank", 0)
     with pytest.warns(UserWarning, match="Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun"):
