@@ -38,9 +38,11 @@ from lightning_mfsdp.engine import (
     unshard,
     unshard_model,
 )
+from lightning_mfsdp.launch.elastic import ElasticEnvironment, launched_nodes
 from lightning_mfsdp.options.loss_scaling import DistributedGradScaler
 from lightning_mfsdp.options.unit_selection import select_units
 from lightning_mfsdp.recompute import Recompute, apply_recompute
+from lightning_mfsdp.trainer.latest import latest_checkpoint
 from lightning_mfsdp.trainer.loading import load_from_checkpoint
 from lightning_mfsdp.trainer.precision import MFSDPPrecision
 from lightning_mfsdp.trainer.strategy import MFSDPStrategy, register_strategies
@@ -67,6 +69,7 @@ __all__ = [
     "CapturedLoss",
     "CapturedStep",
     "DistributedGradScaler",
+    "ElasticEnvironment",
     "EngineStateError",
     "GradientWatch",
     "MFSDPPrecision",
@@ -89,6 +92,8 @@ __all__ = [
     "fully_shard_optimizer",
     "fully_shard_units",
     "grad_norm",
+    "latest_checkpoint",
+    "launched_nodes",
     "lerp_",
     "load_from_checkpoint",
     "no_sync",

@@ -30,6 +30,7 @@ __all__ = [
     "FabricPrecision",
     "FabricTransformerEnginePrecision",
     "GradClipAlgorithmType",
+    "GradientAccumulationScheduler",
     "HalfPrecision",
     "Launcher",
     "LightningModule",
@@ -54,6 +55,7 @@ __all__ = [
     "TensorBoardLogger",
     "ThroughputMonitor",
     "TorchCheckpointIO",
+    "TorchElasticEnvironment",
     "Trainer",
     "TrainerFn",
     "WeightAveraging",
@@ -88,6 +90,7 @@ if TYPE_CHECKING or NAMESPACE == "lightning.pytorch":
     from lightning.fabric.plugins import Precision as FabricPrecision
     from lightning.fabric.plugins import TransformerEnginePrecision as FabricTransformerEnginePrecision
     from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+    from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
     from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_STRATEGY_REGISTRY
     from lightning.fabric.strategies.launchers.multiprocessing import (
         _MultiProcessingLauncher as FabricMultiProcessingLauncher,
@@ -111,6 +114,7 @@ if TYPE_CHECKING or NAMESPACE == "lightning.pytorch":
     from lightning.pytorch.callbacks import (
         BackboneFinetuning,
         BaseFinetuning,
+        GradientAccumulationScheduler,
         ModelCheckpoint,
         ModelPruning,
         ModelSummary,
@@ -147,6 +151,7 @@ else:
     from lightning_fabric.plugins import Precision as FabricPrecision
     from lightning_fabric.plugins import TransformerEnginePrecision as FabricTransformerEnginePrecision
     from lightning_fabric.plugins.environments.slurm import SLURMEnvironment
+    from lightning_fabric.plugins.environments.torchelastic import TorchElasticEnvironment
     from lightning_fabric.strategies import STRATEGY_REGISTRY as FABRIC_STRATEGY_REGISTRY
     from lightning_fabric.strategies.launchers.multiprocessing import (
         _MultiProcessingLauncher as FabricMultiProcessingLauncher,
@@ -170,6 +175,7 @@ else:
     from pytorch_lightning.callbacks import (
         BackboneFinetuning,
         BaseFinetuning,
+        GradientAccumulationScheduler,
         ModelCheckpoint,
         ModelPruning,
         ModelSummary,

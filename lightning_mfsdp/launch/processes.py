@@ -17,6 +17,7 @@ from lightning_mfsdp._lightning_api import Launcher, ParallelStrategy, SIGTERMEx
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import CollectiveError
 from lightning_mfsdp.launch import communication
+from lightning_mfsdp.launch.elastic import ElasticEnvironment
 from lightning_mfsdp.launch.slurm import requeue_signal
 from lightning_mfsdp.launch.stopping import Stopping
 
@@ -60,7 +61,7 @@ class ProcessStrategy(ParallelStrategy):
         process_group_backend: str | None,
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, None, precision_plugin)
-        self.num_nodes = 1
+        self._num_nodes = 1
         self._timeout = timeout
         self._process_group_backend = process_group_backend
         self._peers: Peers | None = None
@@ -78,6 +79,17 @@ class ProcessStrategy(ParallelStrategy):
         """The device that this rank computes on."""
         assert self.parallel_devices is not None
         return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        """The Trainer's; an `ElasticEnvironment`, which the Trainer sets before, knows better."""
+        environment = self.cluster_environment
+        self._num_nodes = environment.num_nodes if isinstance(environment, ElasticEnvironment) else num_nodes
 
     @property
     def num_processes(self) -> int:
@@ -110,6 +122,26 @@ class ProcessStrategy(ParallelStrategy):
         Raises:
             ValueError: Another number of processes is connected than the Trainer was configured for.
         """
+        self._connect()
+        self._peers = communication.peers()
+        self._together = None
+        if self._peers is not None:
+            self._peers.work_begins()
+
+    def connect_processes(self) -> None:
+        """Connect the processes before an entry point of the Trainer does so; Lightning's launcher runs the script for the others first.
+
+        Raises:
+            ValueError: As `setup_environment`.
+        """
+        if isinstance(self._launcher, Launcher):
+            self._launcher.launch(self._connect)
+        elif (
+            self._launcher is None
+        ):  # otherwise each entry point forks processes, which all have what this one has decided
+            self._connect()
+
+    def _connect(self) -> None:
         super().setup_environment()
         self.set_world_ranks()
         assert self.cluster_environment is not None
@@ -120,10 +152,6 @@ class ProcessStrategy(ParallelStrategy):
             self._timeout,
             world_size=self.num_nodes * self.num_processes,
         )
-        self._peers = communication.peers()
-        self._together = None
-        if self._peers is not None:
-            self._peers.work_begins()
 
     # -- when something stops a run ------------------------------------------------------------------------------------
 

@@ -39,6 +39,7 @@ from lightning_mfsdp.options.arguments import (
     check_ignored,
     check_policy,
     check_recompute_graph,
+    check_samples,
     check_sharding,
     check_tensor_plan,
     ignored_parameters,
@@ -357,6 +358,7 @@ class TrainerOptions(StrategyOptions, DeclaredTrainerOptions):
         check_recompute_graph(self.cuda_graph, self.recompute)
         check_expert_graph(self.cuda_graph, self.expert, self.expert_dispatcher)
         check_choice("async_save", self.async_save, (True, False))
+        check_samples("global_batch_size", self.global_batch_size)
 
 
 def move_rest_to_device(root: nn.Module, device: torch.device) -> None:
