@@ -135,8 +135,8 @@ FAULTS = {
 MISSED = {
     "link down": ("ranks 2, 3 failed: host node1 has not answered", "ranks 0, 1 failed: host node0 has not answered"),
     "silent drop": ("ranks 2, 3 failed: host node1 has not answered", "ranks 0, 1 failed: host node0 has not answered"),
-    "node killed": ("failed: its process ended, perhaps killed", ""),
-    "first node killed": ("", "rank 0 failed: its process ended, perhaps killed"),
+    "node killed": ("failed: its process ended, perhaps killed (on host node1)", ""),
+    "first node killed": ("", "failed: its process ended, perhaps killed (on host node0)"),
 }
 ON_A_PUSH = {("save", "silent drop")}
 CASES = [
