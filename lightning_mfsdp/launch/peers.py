@@ -48,6 +48,7 @@ ENDING_S = 1.5  # for a process that is told of a failure to detect it by itself
 # That rank 0 and its relay may have open: those of a program, and those of connections to each other rank (3 were counted).
 _FILES, _FILES_PER_RANK = 1024, 8
 _SHOWN = 8  # ranks, in messages
+_LOOPBACK = ["127.0.0.1"]
 
 
 class Peers:
@@ -93,41 +94,29 @@ class Peers:
     def connected(cls) -> Peers | None:
         """Connect all ranks of the default process group; `None` if that is not possible. Collective."""
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        networks: list[tuple[str, ...]] = [()] * world_size
         network = _network_of_host()
-        dist.all_gather_object(networks, network)
-        of_host = [other for other in range(world_size) if networks[other] == network]
-        several = len(of_host) < world_size
-        contacts: list[Any] = [None] * world_size  # of the relay that this rank has started, or why it could not
-        contact: Any = None
-        if rank == of_host[0]:
+        networks = _of_all_ranks(network)
+        own_ranks = [other for other in range(world_size) if networks[other] == network]
+        relays = _of_all_ranks(_started_relay(network[0], own_ranks, world_size) if rank == own_ranks[0] else None)
+        unstarted = [contact for contact in relays if isinstance(contact, str)]
+        if unstarted:
             if rank == 0:
-                _allow_files(world_size)
-            try:
-                port, token = relay.start(
-                    network[0], of_host, world_size if rank == 0 else None, is_reachable=rank == 0 and several
+                _log.warning(
+                    f"no relay process on {', '.join(unstarted[:_SHOWN])}: where one rank fails, others may wait for it, and SIGTERM must "
+                    "reach all. Let processes start sys.executable"
                 )
-                contact = (_addresses() if rank == 0 and several else ["127.0.0.1"], port, token)
-            except (OSError, ValueError, subprocess.SubprocessError) as error:
-                contact = f"host {network[0]} cannot start a relay process ({error})"
-        dist.all_gather_object(contacts, contact)
-        first = contacts[0]
-        problem = next((contact for contact in contacts if isinstance(contact, str)), None)
-        line = None
-        if problem is None:
-            _, port, token = contacts[of_host[0]]
-            line = relay.connect((["127.0.0.1"], port, token), [rank], network[0], first)
-        problems: list[Any] = [None] * world_size
-        dist.all_gather_object(problems, line is None)
-        if any(problems) or line is None:
+            return None
+        _, port, token = relays[own_ranks[0]]
+        line = relay.connect((_LOOPBACK, port, token), [rank], network[0], relays[0])
+        unreached = [other for other, misses in enumerate(_of_all_ranks(line is None)) if misses]
+        if line is None or unreached:
             if line is not None:
                 line.socket.close()
             if rank == 0:
-                unreached = [other for other, problem in enumerate(problems) if problem]
-                problem = problem or f"ranks {unreached} cannot reach rank 0 at {first[0]}, port {first[1]}"
+                addresses, port, _ = relays[0]
                 _log.warning(
-                    f"{problem}: where one rank fails, others may wait for it, and SIGTERM must reach all. Have the firewall let that port "
-                    "through"
+                    f"ranks {unreached} cannot reach rank 0 at {addresses}, port {port}: where one rank fails, others may wait for it, and "
+                    "SIGTERM must reach all. Have the firewall let that port through"
                 )
             return None
         return cls(rank, world_size, line)
@@ -356,6 +345,26 @@ def _shown(items: Sequence[Any]) -> str:
     return ", ".join(map(str, items[:_SHOWN])) + (f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else "")
 
 
+def _of_all_ranks(of_this_rank: Any) -> list[Any]:
+    """An object of every rank. Collective."""
+    objects: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(objects, of_this_rank)
+    return objects
+
+
+def _started_relay(host: str, ranks: Sequence[int], world_size: int) -> tuple[list[str], int, str] | str:
+    """Start the relay of this host, from the lowest of its ranks: addresses for other hosts, port and token, or why there is none."""
+    is_first = ranks[0] == 0
+    is_reachable = is_first and len(ranks) < world_size
+    if is_first:
+        _allow_files(world_size)
+    try:
+        port, token = relay.start(host, ranks, world_size if is_first else None, is_reachable=is_reachable)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        return f"host {host} ({error})"
+    return _addresses() if is_reachable else _LOOPBACK, port, token
+
+
 def _network_of_host() -> tuple[str, ...]:
     """Equal for processes that reach each other over the loopback interface: one boot of one machine, and one network namespace of it.
 
@@ -398,7 +407,7 @@ def _addresses() -> list[str]:
         address
         for address in dict.fromkeys(addresses)
         if address and not address.startswith("127.") and address != "::1"
-    ] or ["127.0.0.1"]
+    ] or _LOOPBACK
 
 
 def _close_in_children(end: socket.socket) -> None:

@@ -124,7 +124,10 @@ class Hub:
     def __init__(self, world_size: int, announce: Callable[[Mapping[str, Any]], None]) -> None:
         self._world_size, self._announce = world_size, announce
         self._hosts: dict[int, str] = {}
-        self._begun: dict[int, int] | None = None  # the batch that each rank has begun; `None`: ranks were not asked
+        self._unreported: set[int] | None = (
+            None  # ranks that have yet to report which batch they have begun; `None`: none was asked
+        )
+        self._begun = 0  # the largest that was reported
         self._requeue = False  # requested since all agreed on the last stop
         self._failed: dict[int, dict[str, Any]] = {}
         self._at_work: set[int] = set()
@@ -140,12 +143,12 @@ class Hub:
         if "stop" in message:
             self._requeue = self._requeue or message["requeue"]
             self._ask_progress()
-        elif "begun" in message and self._begun is not None:
-            self._begun[rank] = message["begun"]
-            self._agree_on_stop()
+        elif "begun" in message:
+            self._begun = max(self._begun, message["begun"])
+            self._agree_on_stop([rank])
         elif "failed" in message:
             self._failed[rank] = message["failed"]
-            if len(self._failed) + len(self._left - self._failed.keys()) >= self._world_size:
+            if len(self._failed) + len(self._left.difference(self._failed)) >= self._world_size:
                 self.decide()
             elif self.decide_at is None:
                 self._decide_soon(GRACE_S)
@@ -157,7 +160,7 @@ class Hub:
             self._announce(message)
         elif "closing" in message:
             self._left.add(rank)
-            self._agree_on_stop()
+            self._agree_on_stop([rank])
             if rank == 0:
                 self._announce({"leaving": True})
         elif "ended" in message:
@@ -180,7 +183,7 @@ class Hub:
             self._decide_soon(KILLED_S)
         elif 0 in new:
             self._announce({"gone": {"ranks": [0], "what": what, "hosts": self._named_hosts([0])}, "is lost": False})
-        self._agree_on_stop()
+        self._agree_on_stop(ranks)
 
     def decide(self) -> None:
         """Announce whether all ranks have failed in the same place."""
@@ -213,15 +216,17 @@ class Hub:
 
     def _ask_progress(self) -> None:
         """Have all ranks report which batch they have begun, unless a failure ends them anyway."""
-        if self._begun is None and not self._failed:
-            self._begun = {}
+        if self._unreported is None and not self._failed:
+            self._unreported, self._begun = set(range(self._world_size)) - self._left, 0
             self._announce({"report": True})
 
-    def _agree_on_stop(self) -> None:
-        """Once all ranks that are left have reported: all stop after the last batch that any of them has begun."""
-        if self._begun is not None and len(self._begun.keys() | self._left) == self._world_size:
-            self._announce({"stop after": max(self._begun.values(), default=0), "requeue": self._requeue})
-            self._begun, self._requeue = None, False
+    def _agree_on_stop(self, ranks: Sequence[int]) -> None:
+        """These ranks have reported, or left. Once all have, all stop after the last batch that any of them has begun."""
+        if self._unreported is not None:
+            self._unreported.difference_update(ranks)
+            if not self._unreported:
+                self._announce({"stop after": self._begun, "requeue": self._requeue})
+                self._unreported, self._requeue = None, False
 
 
 class Relay:

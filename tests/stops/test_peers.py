@@ -270,13 +270,36 @@ def test_equal_host_names_are_one_machine_only_with_one_boot(boots: list[str], r
     assert run_distributed(partial(started_relay, boots=boots), len(boots)) == relays
 
 
-def without_relay(rank: int, world_size: int, executable: str) -> bool:
+def without_relay(rank: int, world_size: int, executable: str) -> list[str]:
+    """What rank 0 logs."""
+    logged: list[str] = []
     patch = pytest.MonkeyPatch()
     with patch.context() as patched:
         patched.setattr(of_relay.sys, "executable", executable)
-        return Peers.connected() is None
+        patched.setattr(of_peers._log, "warning", logged.append)
+        assert Peers.connected() is None
+    return logged
 
 
 @pytest.mark.parametrize("executable", ["/none", "/bin/false", "/bin/true"])
 def test_a_host_that_cannot_start_a_relay_has_no_channel(executable: str) -> None:
-    assert run_distributed(partial(without_relay, executable=executable), 2) == [True, True]
+    first, second = run_distributed(partial(without_relay, executable=executable), 2)
+    assert f"no relay process on host {socket.gethostname()} (" in first[0]
+    assert not second
+
+
+def beyond_reach(rank: int, world_size: int) -> list[str]:
+    logged: list[str] = []
+    patch = pytest.MonkeyPatch()
+    with patch.context() as patched:
+        patched.setattr(of_peers, "_network_of_host", lambda: (f"node{rank // 2}",))
+        patched.setattr(of_peers, "_addresses", lambda: ["127.0.0.2:no address"])
+        patched.setattr(of_peers._log, "warning", logged.append)
+        assert Peers.connected() is None
+    return logged
+
+
+def test_hosts_that_cannot_reach_the_first_one_are_named() -> None:
+    first, *others = run_distributed(beyond_reach, 4)
+    assert first[0].startswith("ranks [2, 3] cannot reach rank 0 at ")
+    assert others == [[], [], []]
