@@ -58,7 +58,7 @@ PROBED_S = 2  # the kernel probes a connection that was idle for so long, and ag
 UNANSWERED_S = 7  # then a connection ends whose other host does not answer: at most PROBED_S later
 _ADDRESS_S = 20.0  # to connect to one address of the first host
 _STARTED_S = 120.0  # for a relay to start, on a busy host
-_UNUSED_S = 1800.0  # then a relay ends whose ranks did not come
+_UNUSED_S = 2 * _STARTED_S  # then a relay ends whose ranks did not come: they do once all relays have started
 _LOST = frozenset((errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN))
 _TOLD = 16  # different failures that are announced; the ranks of each are complete
 _KILLED = "its process ended, perhaps killed"
@@ -251,7 +251,11 @@ class Relay:
         self._selector.register(listener, selectors.EVENT_READ, None)
 
     def run(self) -> None:
-        """Pass on messages until the ranks of this host have left."""
+        """Pass on messages until the ranks of this host have left.
+
+        Raises:
+            ConnectionError: The first host cannot be reached. The ranks of this one see that their connections end.
+        """
         until = time.monotonic() + _UNUSED_S
         own_ranks = set(self._ranks)
         has_begun = False
@@ -305,8 +309,8 @@ class Relay:
         if self._hub is None and self._first is None:
             self._first = connect(message["first"], self._ranks, self._host)
             if self._first is None:
-                line.send({"unreachable": True})
-                return
+                addresses, port, _ = message["first"]
+                raise ConnectionError(f"host {self._host} cannot reach the first host at {addresses}, port {port}")
             self._selector.register(self._first.socket, selectors.EVENT_READ, self._first)
         line.ranks, line.host = message["hello"], message["host"]
         self._lines.append(line)
@@ -411,7 +415,10 @@ def _main(host: str, ranks: Sequence[int], world_size: int | None, is_reachable:
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
-    Relay(listener, token, host, ranks, world_size).run()
+    try:
+        Relay(listener, token, host, ranks, world_size).run()
+    except ConnectionError as error:  # rank 0 warns as well, and has the advice
+        _log.warning(str(error))
 
 
 def _listener(is_reachable: bool) -> socket.socket:

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ import pytest
 
 from lightning_mfsdp.launch import relay as of_relay
 from lightning_mfsdp.launch.relay import RELAY_KILLED, Hub, Line, Relay, connect, unanswered
-from tests.helpers.lasting_ranks import forking
 from tests.stops.channel import LOOPBACK, wait_for
 
 HOSTS = {"a": [0, 1], "b": [2, 3], "c": [4, 5]}
@@ -181,60 +179,45 @@ def test_another_program_that_connects_is_not_taken_for_a_rank(tree: Tree) -> No
     assert tree.told([0, 1, 3, 4, 5])["apart"][0]["ranks"] == [2]
 
 
-def starting_rank(pipe: Connection) -> None:
-    """Rank 0, which starts the relay of a host with three ranks."""
-    port, token = of_relay.start("node", [0, 1, 2], 3, is_reachable=False)
-    contact = [LOOPBACK, port, token]
-    line = connect(contact, [0], "node", contact)
-    assert line is not None
-    line.send({"at work": True})
-    pipe.send(contact)
-    pipe.send(wait_for([line], "apart"))
-    line.receive()
-
-
 @pytest.fixture
-def started() -> Iterator[tuple[int, list[Line], Connection]]:
-    """Process of the rank that started the relay, connections of the two others, and what the former says."""
-    context = forking()
-    ours, its = context.Pipe()
-    process = context.Process(target=starting_rank, args=(its,))
-    process.start()
-    contact = ours.recv()
-    lines = [connect(contact, [rank], "node", contact) for rank in (1, 2)]
-    ends = [line for line in lines if line is not None]
-    assert len(ends) == 2
-    for line in ends:
-        line.send({"at work": True})
-    ends[0].send({"stop": True, "requeue": False})
-    wait_for(ends, "report")  # the relay has read it all
-    assert process.pid is not None
-    yield process.pid, ends, ours
-    for line in ends:
-        line.socket.close()
-    process.kill()
-    process.join()
+def started() -> Iterator[tuple[subprocess.Popen[str], list[Line]]]:
+    """The rank that started the relay of its host, and connections of the two others."""
+    command = [sys.executable, "-S", str(Path(__file__).with_name("starting_rank.py"))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        contact = json.loads(first.stdout.readline())
+        lines = [connect(contact, [rank], "node", contact) for rank in (1, 2)]
+        ends = [line for line in lines if line is not None]
+        assert len(ends) == 2
+        for line in ends:
+            line.send({"at work": True})
+        ends[0].send({"stop": True, "requeue": False})
+        wait_for(ends, "report")  # the relay has read it all
+        yield first, ends
+        for line in ends:
+            line.socket.close()
+        first.kill()
 
 
 def test_a_killed_rank_that_had_started_the_relay_is_named_alone(
-    started: tuple[int, list[Line], Connection],
+    started: tuple[subprocess.Popen[str], list[Line]],
 ) -> None:
-    pid, ends, _ = started
-    os.kill(pid, signal.SIGKILL)
+    first, ends = started
+    first.kill()
     assert [message["apart"] for message in wait_for(ends, "apart")] == [[{**failed([0], KILLED), "missed": False}]] * 2
 
 
 def test_a_stopped_rank_that_had_started_the_relay_delays_nothing_and_is_not_named(
-    started: tuple[int, list[Line], Connection],
+    started: tuple[subprocess.Popen[str], list[Line]],
 ) -> None:
-    pid, ends, first = started
-    os.kill(pid, signal.SIGSTOP)
+    first, ends = started
+    first.send_signal(signal.SIGSTOP)
     ends.pop().socket.close()
     expected = [{"apart": [{**failed([2], KILLED), "missed": False}]}]
     assert wait_for(ends, "apart") == expected
-    assert not first.poll()
-    os.kill(pid, signal.SIGCONT)
-    assert first.recv() == expected
+    first.send_signal(signal.SIGCONT)
+    assert first.stdout is not None
+    assert json.loads(first.stdout.readline()) == expected
 
 
 def test_signals_to_all_processes_of_a_job_do_not_end_a_relay() -> None:
