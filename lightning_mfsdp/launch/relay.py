@@ -25,6 +25,7 @@ A relay ends with the last rank of its host. Signals that a scheduler or a termi
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
@@ -310,7 +311,9 @@ class Relay:
             self._first = connect(message["first"], self._ranks, self._host)
             if self._first is None:
                 addresses, port, _ = message["first"]
-                raise ConnectionError(f"host {self._host} cannot reach the first host at {addresses}, port {port}")
+                raise ConnectionError(
+                    f"host {self._host} cannot reach the first host at {addresses}, port {port}. Have the firewall let it through"
+                )
             self._selector.register(self._first.socket, selectors.EVENT_READ, self._first)
         line.ranks, line.host = message["hello"], message["host"]
         self._lines.append(line)
@@ -415,10 +418,8 @@ def _main(host: str, ranks: Sequence[int], world_size: int | None, is_reachable:
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
-    try:
+    with contextlib.suppress(ConnectionError):  # rank 0 warns of it
         Relay(listener, token, host, ranks, world_size).run()
-    except ConnectionError as error:  # rank 0 warns as well, and has the advice
-        _log.warning(str(error))
 
 
 def _listener(is_reachable: bool) -> socket.socket:
