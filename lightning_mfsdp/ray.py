@@ -146,7 +146,7 @@ class RayReport(CheckpointCallback):
         self._saved_step = step
         storage = ray.train.get_context().get_storage()
         # A run that goes on from an earlier checkpoint replaces what it had saved of this step without reporting it.
-        path = storage.build_checkpoint_path_from_name(f"checkpoint_epoch={trainer.current_epoch}-step={step}")
+        path = storage.build_checkpoint_path_from_name(f"checkpoint_step={step}")
         trainer.save_checkpoint(f"{_address(storage.storage_filesystem, path)}/{FILE}")
         assert isinstance(trainer.strategy, RayMFSDPStrategy)
         trainer.strategy.finish_saving()  # with async_save: Ray may delete earlier ones as soon as it knows of this one

@@ -9,12 +9,10 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from lightning_mfsdp.ray import RayMFSDPStrategy, RayReport, _address
 from tests.launchers.events import check, starts_in
 from tests.lightning.test_launch import ROOT, environment
 
@@ -56,8 +54,8 @@ def test_all_ranks_get_the_checkpoint_that_was_reported_last(folder: Path) -> No
     storage = folder / "storage" / "run"
     in_order = [
         "None",
-        f"{storage}/checkpoint_epoch=0-step=4/checkpoint.ckpt",
-        f"{storage}/checkpoint_epoch=1-step=8/checkpoint.ckpt",
+        f"{storage}/checkpoint_step=4/checkpoint.ckpt",
+        f"{storage}/checkpoint_step=8/checkpoint.ckpt",
     ]
     assert (folder / "checkpoints-0").read_text().splitlines() == in_order
     assert [(folder / f"checkpoints-{rank}").read_text().splitlines() for rank in (1, 2)] == [in_order[:2]] * 2
@@ -66,7 +64,7 @@ def test_all_ranks_get_the_checkpoint_that_was_reported_last(folder: Path) -> No
 def test_checkpoints_lie_in_the_storage_whole_and_ray_keeps_two(folder: Path) -> None:
     storage, result = folder / "storage" / "run", json.loads((folder / "result.json").read_text())
     names = sorted(path.name for path in storage.iterdir() if path.is_dir())
-    assert names == ["checkpoint_epoch=2-step=14", "checkpoint_epoch=3-step=20"]
+    assert names == ["checkpoint_step=14", "checkpoint_step=20"]
     assert sorted(result["kept"]) == [str(storage / name) for name in names]
     for name in names:
         assert [path.name for path in (storage / name).iterdir()] == ["checkpoint.ckpt"]
@@ -74,26 +72,3 @@ def test_checkpoints_lie_in_the_storage_whole_and_ray_keeps_two(folder: Path) ->
         assert files == {".metadata", "meta.pt", "__0_0.distcp"}
     assert result["metrics"]["step"] == 20
     assert result["metrics"]["loss"] > 0
-
-
-@pytest.mark.parametrize("options", [{"timeout": 1}, {"process_group_backend": "gloo"}])
-def test_options_that_are_rays_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"would have no effect, because Ray connects .*=TorchConfig\("):
-        RayMFSDPStrategy(**options)
-
-
-def test_a_number_of_steps_below_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected 1 or more"):
-        RayReport(every_n_train_steps=0)
-
-
-@pytest.mark.parametrize(
-    ("kind", "address"), [("local", "/a/b"), ("s3", "s3:///a/b"), ("gcs", "gs:///a/b"), ("abfs", "abfs:///a/b")]
-)
-def test_storage_is_written_by_path_or_url(kind: str, address: str) -> None:
-    assert _address(SimpleNamespace(type_name=kind), "/a/b") == address
-
-
-def test_storage_without_a_known_url_is_refused() -> None:
-    with pytest.raises(ValueError, match="of the kind 'hdfs'"):
-        _address(SimpleNamespace(type_name="hdfs"), "/a/b")
