@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from lightning_mfsdp import mtp as mtp
     from lightning_mfsdp import ops as ops
     from lightning_mfsdp import optim as optim
+    from lightning_mfsdp import ray as ray
     from lightning_mfsdp import recompute as recompute
     from lightning_mfsdp import te as te
     from lightning_mfsdp import tensor_parallel as tensor_parallel
@@ -115,6 +116,7 @@ _ROOMS = (
     "mtp",
     "ops",
     "optim",
+    "ray",
     "recompute",
     "te",
     "tensor_parallel",

@@ -18,6 +18,7 @@ __all__ = [
     "BackboneFinetuning",
     "BaseFinetuning",
     "Callback",
+    "CheckpointCallback",
     "CheckpointIO",
     "DoublePrecision",
     "FabricBackwardSyncControl",
@@ -123,6 +124,7 @@ if TYPE_CHECKING or NAMESPACE == "lightning.pytorch":
         ThroughputMonitor,
         WeightAveraging,
     )
+    from lightning.pytorch.callbacks import Checkpoint as CheckpointCallback
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.core.optimizer import _MockOptimizer as MockOptimizer
     from lightning.pytorch.loggers import TensorBoardLogger
@@ -184,6 +186,7 @@ else:
         ThroughputMonitor,
         WeightAveraging,
     )
+    from pytorch_lightning.callbacks import Checkpoint as CheckpointCallback
     from pytorch_lightning.core.optimizer import LightningOptimizer
     from pytorch_lightning.core.optimizer import _MockOptimizer as MockOptimizer
     from pytorch_lightning.loggers import TensorBoardLogger

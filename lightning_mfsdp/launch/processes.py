@@ -97,9 +97,14 @@ class ProcessStrategy(ParallelStrategy):
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
+    def configured_world_size(self) -> int:
+        """Number of ranks that the run was configured for: num_nodes x devices."""
+        return self.num_nodes * self.num_processes
+
+    @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Every rank sees data of its own."""
-        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+        return {"num_replicas": self.configured_world_size, "rank": self.global_rank}
 
     @property
     def process_group_backend(self) -> str | None:
@@ -109,7 +114,7 @@ class ProcessStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         # A single process needs no launcher, so notebooks work.
-        if not self.cluster_environment.creates_processes_externally and self.num_nodes * self.num_processes > 1:
+        if not self.cluster_environment.creates_processes_externally and self.configured_world_size > 1:
             self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
@@ -150,7 +155,7 @@ class ProcessStrategy(ParallelStrategy):
             self.root_device,
             self._process_group_backend,
             self._timeout,
-            world_size=self.num_nodes * self.num_processes,
+            world_size=self.configured_world_size,
         )
 
     # -- when something stops a run ------------------------------------------------------------------------------------

@@ -325,8 +325,9 @@ class MFSDPStrategy(CheckpointingStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Ranks of one tensor group have the same batches, and so have those of one context group where sequences are divided."""
         predicts = self._trainer is not None and self._trainer.predicting
-        world_size, node_size = self.num_nodes * self.num_processes, self.num_processes
-        return self._options.sampler_arguments(world_size, self.global_rank, node_size, parts_differ=predicts)
+        return self._options.sampler_arguments(
+            self.configured_world_size, self.global_rank, self.num_processes, parts_differ=predicts
+        )
 
     def reduce(
         self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
