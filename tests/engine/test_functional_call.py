@@ -152,7 +152,9 @@ def sharded_weights_inside_a_transform_are_refused_with_what_to_pass(rank: int, 
         plain, model = plain_and_sharded(sharding)
         of_weights = grad(lambda weights, module=model: loss(module, weights, x))
         for weights in (dict(model.named_parameters()), {n: p.detach() for n, p in model.named_parameters()}):
-            with pytest.raises(EngineStateError, match=r"inside a transform of torch.func.*detach\(\)\.full_tensor\(\)"):
+            with pytest.raises(
+                EngineStateError, match=r"inside a transform of torch.func.*detach\(\)\.full_tensor\(\)"
+            ):
                 of_weights(weights)
         # What the message says works, and the model goes on.
         whole = {name: parameter.detach().full_tensor() for name, parameter in model.named_parameters()}  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""Loggers that would run the sharded module on one rank are refused before the fit."""
+"""Loggers that would trace the sharded module on one rank are refused before the fit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_graph_that_rank_0_would_draw_alone_is_refused(log_graph: bool, has_ex
     logger = WithoutTensorBoard(tmp_path, log_graph=log_graph)
     trainer = make_trainer(tmp_path, 1, strategy=MFSDPStrategy(), logger=logger, max_steps=1, log_every_n_steps=1)
     if log_graph and has_example:
-        with pytest.raises(ValueError, match=r"WithoutTensorBoard\(log_graph=True\) runs the model on rank 0 alone"):
+        with pytest.raises(ValueError, match=r"WithoutTensorBoard\(log_graph=True\) traces the model on rank 0 alone"):
             trainer.fit(model, loader(4))
     else:
         trainer.fit(model, loader(4))

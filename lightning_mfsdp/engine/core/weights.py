@@ -564,8 +564,8 @@ class Weights:
         else:
             problem = (
                 f"parameter {entry.name} was replaced after fully_shard (expected its sharded DTensor, got "
-                f"{_named(shown, entry)}), by load_state_dict(assign=True), an assignment, functional_call with parameters of another module "
-                "(pass their detach()), or a conversion such as half() or cpu(). Assign before fully_shard and copy values in place "
+                f"{_named(shown, entry)}), by load_state_dict(assign=True), an assignment, functional_call with parameters of another "
+                "module (pass their detach()), or a conversion such as half() or cpu(). Assign before fully_shard and copy values in place "
                 "afterwards; convert it back, or call unshard_model(module) on the root"
             )
         self._show_at_rest()
