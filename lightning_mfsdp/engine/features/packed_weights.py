@@ -295,7 +295,9 @@ class _FromBytes(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         text = json.dumps(self._recipe.described()).encode()
-        destination[f"{prefix}recipe"] = _padded(torch.tensor(list(text), dtype=torch.uint8), _RECIPE_BYTES)
+        destination[f"{prefix}recipe"] = _padded(
+            torch.tensor(list(text), dtype=torch.uint8, device="cpu"), _RECIPE_BYTES
+        )
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: list[str], *_: Any
