@@ -312,7 +312,7 @@ class _FromBytes(nn.Module):
             f"{name} {saved.get(name)} and not {own.get(name)}" for name in names if saved.get(name) != own.get(name)
         ]
         if differing:
-            before, after = prefix.split("parametrizations.")
+            before, after = prefix.rsplit("parametrizations.", 1)
             raise ValueError(_other_weight(f"{before}{after.partition('.')[0]}", differing))
 
 
