@@ -249,7 +249,7 @@ def outside_transforms(function: Callable[..., None], *args: Any) -> None:
 
 
 def at_all_levels(tensor: Tensor) -> list[Tensor]:
-    """A tensor inside `vmap`, `torch.func.grad` and the like, and those that it wraps, each with a graph of its own (torch 2.11-2.15)."""
+    """A tensor inside `vmap`, `torch.func.grad` and the like, and those that it wraps, each with its own graph (torch 2.11 to 2.15)."""
     levels = [tensor]
     while torch._C._functorch.is_functorch_wrapped_tensor(levels[-1]):
         levels.append(torch._C._functorch.get_unwrapped(levels[-1]))

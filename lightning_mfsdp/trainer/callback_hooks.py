@@ -32,6 +32,7 @@ __all__ = [
     "SeesTrainingSteps",
     "check_background_saves",
     "check_callbacks",
+    "copies_model",
     "prepare_optimizers",
     "recompute_option",
 ]
@@ -149,6 +150,12 @@ def check_callbacks(callbacks: Sequence[Callback], compute_dtype: torch.dtype, *
                 f"ThroughputMonitor compares with this device's float32 peak, but the run computes in {compute_dtype}, so the utilization "
                 "(mfu) is too high. Use lightning_mfsdp.callbacks.ShardedThroughputMonitor"
             )
+
+
+def copies_model(callbacks: Sequence[Callback], *, fitting: bool) -> bool:
+    """Whether one deep-copies the model before the strategy's setup; one that is sharded since an earlier run has to be whole for that."""
+    copying = (StochasticWeightAveraging, WeightAveraging) if fitting else StochasticWeightAveraging
+    return any(isinstance(callback, copying) for callback in callbacks)
 
 
 def check_background_saves(callbacks: Sequence[Callback]) -> None:

@@ -40,8 +40,10 @@ from lightning_mfsdp.engine import (
     around_backward,
     fully_shard_optimizer,
     gather_root,
+    is_sharded,
     no_sync,
     refuse_unsharded,
+    unshard_model,
     watch_backward,
 )
 from lightning_mfsdp.engine import broadcast_buffers as share_buffers
@@ -58,13 +60,14 @@ from lightning_mfsdp.trainer.callback_hooks import (
     SeesTrainingSteps,
     check_background_saves,
     check_callbacks,
+    copies_model,
     recompute_option,
 )
 from lightning_mfsdp.trainer.checkpointing import CheckpointingStrategy
 from lightning_mfsdp.trainer.cuda_graph import GraphedTrainingStep, graphed_training_step
 from lightning_mfsdp.trainer.evaluation import step_with_all_ranks
 from lightning_mfsdp.trainer.known_warnings import KnownWarnings
-from lightning_mfsdp.trainer.loggers import check_loggers
+from lightning_mfsdp.trainer.loggers import check_loggers, check_watched
 from lightning_mfsdp.trainer.notebook import ForkedLauncher
 from lightning_mfsdp.trainer.precision import MFSDPPrecision, translate_precision
 
@@ -72,6 +75,7 @@ if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.accelerators import Accelerator
+    from lightning.pytorch.callbacks import Callback
     from lightning.pytorch.plugins import Precision
 
 __all__ = ["MFSDPStrategy", "register_strategies"]
@@ -320,6 +324,15 @@ class MFSDPStrategy(CheckpointingStrategy):
             sizes = self._options.mesh_sizes
             self._connected_mesh = sizes.connect(self.root_device.type, self.world_size, self.num_processes)
         self._module._device_mesh = self.device_mesh
+        self._make_whole_for_copies()
+
+    def _make_whole_for_copies(self) -> None:
+        """Callbacks that are set up next may copy the model, which an earlier run has sharded; `setup` shards it again. Collective."""
+        trainer = self._module.trainer
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        copies = copies_model(callbacks, fitting=trainer.state.fn == TrainerFn.FITTING)
+        if copies and any(is_sharded(part) for part in self._module.modules()):
+            unshard_model(self._module)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -358,7 +371,7 @@ class MFSDPStrategy(CheckpointingStrategy):
         check_callbacks(
             trainer.callbacks,  # type: ignore[attr-defined]
             self.precision_plugin.compute_dtype,
-            weights_are_whole=self.world_size == 1 or self.sharding in ("no_shard", 0),
+            weights_are_whole=self._weights_are_whole,
         )
         check_loggers(trainer.loggers, self._module)
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -417,9 +430,16 @@ class MFSDPStrategy(CheckpointingStrategy):
         if self._metrics is not None:
             self._metrics.take([self._module, *self._module.trainer.callbacks])  # type: ignore[attr-defined]
 
+    @property
+    def _weights_are_whole(self) -> bool:
+        """Every rank has all rows of every weight."""
+        return self.world_size == 1 or self.sharding in ("no_shard", 0)
+
     def on_train_start(self) -> None:
-        """Ranks that compute batches together must have equally many."""
+        """Ranks that compute batches together must have equally many. What hooks have asked of loggers so far is checked."""
         super().on_train_start()
+        if not self._weights_are_whole:
+            check_watched(self._module)
         self._take_metrics()
         if self._batches is not None:
             self._batches.compare_numbers(self._module.trainer.num_training_batches)

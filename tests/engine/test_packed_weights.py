@@ -11,12 +11,16 @@ from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp import MixedPrecisionPolicy
 from lightning_mfsdp.base.errors import EngineStateError, ShardingError
+from lightning_mfsdp.checkpoint.io.locate import locate
+from lightning_mfsdp.checkpoint.state.index import ParameterIndex
+from lightning_mfsdp.checkpoint.state.model import load_model
 from lightning_mfsdp.engine import fully_shard, fully_shard_optimizer, sharded_parameters, unshard_model
 from tests.engine.packed import Adapted, Beside, Nibbles, packed
 from tests.helpers.distributed import run_distributed
 
 KINDS = ("inside", "beside", "floats")
 STEPS = 3
+PLACE = locate("a checkpoint")  # for messages
 
 
 def built(kind: str, seed: int = 0) -> nn.Sequential:
@@ -175,6 +179,39 @@ def test_ties_stay_and_states_beside_are_loaded() -> None:
         assert found["same"]
         assert found["lengths"] == {512}
         assert all(torch.equal(*pair) for pair in found["offsets"])
+
+
+def loaded_with_another_recipe(rank: int, world: int) -> dict[str, Any]:
+    source, other = shard(built("inside")), shard(built("inside", seed=5))
+    state = source.state_dict()
+    recipes = [name for name in state if name.endswith("recipe")]
+    load_model(PLACE, state, ParameterIndex(other), strict=True)
+    same = [torch.equal(a, b) for a, b in zip(weights_of(source), weights_of(other), strict=True)]
+    text = bytes(state[recipes[1]].tolist())
+    text = text.replace(b"[16, 16]", b"[8, 32]").replace(b"float32 [16, 1]", b"bfloat16 [32, 1]")
+    changed = {**state, recipes[1]: torch.tensor(list(text.ljust(2048)[:2048]), dtype=torch.uint8)}
+    messages = []
+    for load in (
+        lambda: load_model(PLACE, changed, ParameterIndex(other), strict=True),
+        lambda: other.load_state_dict(changed),
+    ):
+        with pytest.raises(ValueError, match="packed weight") as error:
+            load()
+        messages.append(str(error.value))
+    del changed[recipes[1]]  # as an older version has saved it
+    other.load_state_dict(changed, strict=False)
+    return {"recipes": recipes, "same": same, "messages": messages}
+
+
+def test_bytes_of_another_recipe_are_refused_by_name() -> None:
+    for found in run_distributed(loaded_with_another_recipe, 2):
+        assert found["recipes"] == [f"{number}.base.parametrizations.weight.0.recipe" for number in range(3)]
+        assert all(found["same"])
+        for message in found["messages"]:
+            assert message == (
+                "1.base.weight: the checkpoint has a packed weight of shape [8, 32] and not [16, 16], scale torch.bfloat16 [32, 1] and "
+                "not torch.float32 [16, 1]; load it into a model whose weights were quantized alike"
+            )
 
 
 def refused(rank: int, world: int) -> list[str]:

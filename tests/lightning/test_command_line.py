@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_mfsdp import MFSDPStrategy
+from lightning_mfsdp.trainer.hyperparameters import compare_hyperparameters
 from tests.lightning.models import FOREIGN_WARNINGS
 
 pytestmark = [
@@ -73,3 +75,18 @@ def test_the_class_path_is_enough_and_saved_hyperparameters_that_it_does_not_use
         fit(monkeypatch, tmp_path, *resume, "--model.lr=0.01")
         plain = Model(lr=0.2)  # no program of LightningCLI: it chooses for itself
         again.trainer.fit(plain, ckpt_path=saved)
+
+
+def test_hyperparameters_that_differ_are_named_one_by_one_and_shortened() -> None:
+    made_by_cli = {"_instantiator": "lightning.pytorch.cli.instantiate_module"}
+    saved = {**made_by_cli, "config": {"lr": 0.1, "betas": {"first": 0.9, "second": 0.99}}, "words": ["w"] * 1000}
+    own = {**made_by_cli, "config": {"lr": 0.1, "betas": {"first": 0.8, "second": 0.99}}, "words": ["w"] * 999}
+    module: Any = SimpleNamespace(hparams=own | {f"new_{number}": number for number in range(9)})
+    location: Any = "last.ckpt"
+    with pytest.warns(UserWarning, match="has other hyperparameters") as warned:
+        compare_hyperparameters(location, {"hyper_parameters": saved}, module)
+    message = str(warned[0].message)
+    assert "config.betas.first=0.9 in it and 0.8 in this run; words=['w', " in message
+    assert "new_5=None in it and 5 in this run; and 3 more. LightningCLI" in message
+    assert "lr" not in message
+    assert len(message) < 900

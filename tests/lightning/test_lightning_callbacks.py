@@ -157,6 +157,31 @@ def averaging_whole_weights_is_advised_against_where_rows_are_sharded(rank: int,
         assert len(said) == (sharding != "no_shard" and world_size > 1 and rank == 0)
 
 
+class WithTestLoss(Classifier):
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch), sync_dist=True)
+
+
+def averaging_goes_on_after_the_fit_in_a_test_and_in_another_fit_as_under_ddp(rank: int, world_size: int) -> None:
+    warnings.simplefilter("ignore")
+    data = loader(4, 16, rank, world_size)
+    for make in (lambda: EMAWeightAveraging(decay=0.9), lambda: StochasticWeightAveraging(0.01, swa_epoch_start=1)):
+        results = []
+        for side in ("ddp" if world_size > 1 else "auto", *SHARDINGS):
+            is_other = side in ("ddp", "auto")
+            strategy: Any = side if is_other else MFSDPStrategy(units=["Block"], sharding=side)
+            model = seeded(WithTestLoss)
+            trainer = make_trainer("", world_size, strategy=strategy, max_epochs=2, callbacks=[make()])
+            trainer.fit(model, data)
+            tested = trainer.test(model, data, verbose=False)[0]["test_loss"]
+            trainer.fit_loop.max_epochs = 4
+            trainer.fit(model, data)
+            results.append((tested, state_of(model, sharded=not is_other)))
+        for tested, state in results[1:]:
+            assert tested == pytest.approx(results[0][0], rel=1e-5)
+            torch.testing.assert_close(state, results[0][1], rtol=1e-5, atol=1e-6)
+
+
 class KeepsWeights(Callback):
     """Puts weights of the model into checkpoints beside its state dict, as they are."""
 
@@ -182,6 +207,7 @@ CASES = (
     pruning_is_refused_by_name_before_the_first_step,
     layers_pruned_before_train_as_in_one_process,
     averaging_whole_weights_is_advised_against_where_rows_are_sharded,
+    averaging_goes_on_after_the_fit_in_a_test_and_in_another_fit_as_under_ddp,
 )
 WORLDS = {1: CASES, 2: CASES}
 

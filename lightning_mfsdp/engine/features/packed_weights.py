@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -36,6 +37,10 @@ from lightning_mfsdp.engine.core.group import owner_of, place_of
 __all__ = ["as_bytes", "tensors_beside"]
 
 _TEXT_BYTES = 512
+_RECIPE_BYTES = (
+    2048  # so long that few recipes need more: an entry of another shape would be named instead of what differs
+)
+_OF_THIS_RUN = ("device", "requires_grad")  # what a recipe's context has besides
 _ALIGNMENT_BYTES = 16  # of each tensor inside: the widest vector load of a GPU thread
 
 
@@ -215,6 +220,20 @@ class _Recipe:
         ends = [piece.start + piece.shape.numel() * piece.dtype.itemsize for piece in self.pieces]
         return -(-max(ends, default=0) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
+    def described(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it, by name: classes, shapes, dtypes, and numbers such as a block size."""
+        described = {
+            "class": self.kind.__name__,
+            "shape": str(list(self.size)),
+            **dict(_named_values("context", self.context)),
+        }
+        for name, value in self.inside.items():
+            if isinstance(value, _Recipe):
+                described |= {f"{name}.{part}": of_part for part, of_part in value.described().items()}
+            else:
+                described[name] = f"{value.dtype} {list(value.shape)}"
+        return described
+
     def over(self, raw: Tensor) -> Tensor:
         """The tensor over its bytes, `[bytes]` uint8. Nothing is copied."""
         inside = {name: value.over(raw) for name, value in self.inside.items()}
@@ -229,6 +248,28 @@ class _Recipe:
         return raw
 
 
+def _named_values(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """What is in a value, with a name for each part, as another process would find it: of objects of other kinds only the class."""
+    if is_dataclass(value) and not isinstance(value, type):
+        yield name, type(value).__name__
+        value = {part.name: getattr(value, part.name) for part in fields(value)}
+    elif hasattr(value, "_asdict"):  # a named tuple
+        value = value._asdict()
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            if key not in _OF_THIS_RUN:
+                yield from _named_values(f"{name}.{key}", part)
+    elif isinstance(value, (list, tuple)):
+        for number, part in enumerate(value):
+            yield from _named_values(f"{name}.{number}", part)
+    elif isinstance(value, (Enum, torch.dtype)):
+        yield name, str(value)
+    elif value is None or isinstance(value, (bool, int, float, str)):
+        yield name, value
+    else:
+        yield name, getattr(value, "__name__", type(value).__name__)
+
+
 def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
     if not has_tensors_inside(tensor):
         yield tensor
@@ -238,7 +279,10 @@ def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 
 class _FromBytes(nn.Module):
-    """Parametrization of a weight: what the module reads is a tensor over the bytes that are its parameter."""
+    """Parametrization of a weight: what the module reads is a tensor over the bytes that are its parameter.
+
+    Checkpoints have the recipe as text beside the bytes, since as many bytes may be another weight.
+    """
 
     def __init__(self, recipe: _Recipe) -> None:
         super().__init__()
@@ -248,6 +292,28 @@ class _FromBytes(nn.Module):
         with torch.no_grad():
             whole = raw.full_tensor() if isinstance(raw, DTensor) else raw.detach()
             return self._recipe.over(whole)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        text = json.dumps(self._recipe.described()).encode()
+        destination[f"{prefix}recipe"] = _padded(
+            torch.tensor(list(text), dtype=torch.uint8, device="cpu"), _RECIPE_BYTES
+        )
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: list[str], *_: Any
+    ) -> None:
+        if f"{prefix}recipe" not in state_dict:
+            if strict:
+                missing.append(f"{prefix}recipe")
+            return
+        saved, own = json.loads(bytes(state_dict[f"{prefix}recipe"].tolist())), self._recipe.described()
+        names = dict.fromkeys((*own, *saved))
+        differing = [
+            f"{name} {saved.get(name)} and not {own.get(name)}" for name in names if saved.get(name) != own.get(name)
+        ]
+        if differing:
+            before, after = prefix.rsplit("parametrizations.", 1)
+            raise ValueError(_other_weight(f"{before}{after.partition('.')[0]}", differing))
 
 
 def _restore(reference: weakref.ref[nn.Module], key: str, recipe: _Recipe) -> None:
@@ -297,7 +363,16 @@ def _texts(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> Iterat
 def _pad_text(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
     for name, _ in _texts(module, state_dict, prefix):
         text = state_dict[name]
-        state_dict[name] = nn.functional.pad(text, (0, -len(text) % _TEXT_BYTES), value=ord(" "))
+        state_dict[name] = _padded(text, _TEXT_BYTES)
+
+
+def _padded(text: Tensor, multiple: int) -> Tensor:
+    """Text, `[bytes]` uint8, with spaces at its end, since an entry of a state dict has one shape."""
+    return nn.functional.pad(text, (0, -len(text) % multiple), value=ord(" "))
+
+
+def _other_weight(name: str, differing: list[str]) -> str:
+    return f"{name}: the checkpoint has a packed weight of {', '.join(differing)}; load it into a model whose weights were quantized alike"
 
 
 def _load_text(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -308,10 +383,7 @@ def _load_text(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: A
             f"{key} {saved[key]} and not {value}" for key, value in own.items() if saved.get(key, value) != value
         ]
         if differing:  # as many bytes may be another weight
-            raise ValueError(
-                f"{name.partition('.quant_state.')[0]}: the checkpoint has a packed weight of {', '.join(differing)}; load it into a model "
-                "whose weights were quantized alike"
-            )
+            raise ValueError(_other_weight(name.partition(".quant_state.")[0], differing))
         offset = saved.get("nested_offset")
         if offset is not None and state.offset is not None:
             state.offset.fill_(offset)
