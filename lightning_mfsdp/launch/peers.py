@@ -41,7 +41,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["Peers"]
+from lightning_mfsdp.launch.checks import files_needed
+
+__all__ = ["Peers", "network_of_host"]
 
 _log = logging.getLogger(__name__)
 
@@ -52,8 +54,6 @@ KILLED_S = 0.1  # for the connections of other ranks to end that were killed at 
 PROBED_S = 2  # the kernel probes a connection that was idle for so long, and again as long as no answer comes
 UNANSWERED_S = 7  # then a connection ends whose other host does not answer: at most PROBED_S later
 _LOST = frozenset((errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN))
-# That rank 0 may have open: those of a program, and those of connections to each other rank (4 were counted).
-_FILES, _FILES_PER_RANK = 1024, 8
 _SHOWN = 8  # ranks, in messages
 _KILLED = "its process ended, perhaps killed"
 
@@ -276,7 +276,7 @@ class Peers:
         """Connect all ranks of the default process group; `None` if that is not possible. Collective."""
         rank, world_size = dist.get_rank(), dist.get_world_size()
         networks: list[tuple[str, ...]] = [()] * world_size
-        network = _network_of_host()
+        network = network_of_host()
         dist.all_gather_object(networks, network)
         same_host = set(networks) == {networks[0]}
         listener = None
@@ -527,7 +527,7 @@ def _unanswered(host: str) -> str:
     return f"host {host} has not answered for {UNANSWERED_S} s: the machine, or the network to it, is gone"
 
 
-def _network_of_host() -> tuple[str, ...]:
+def network_of_host() -> tuple[str, ...]:
     """Equal for processes that reach each other over the loopback interface: one boot of one machine, and one network namespace of it.
 
     Host names alone do not tell: images may have a fixed one, and containers of one machine may have networks of their own.
@@ -544,7 +544,7 @@ def _network_of_host() -> tuple[str, ...]:
 def _allow_files(world_size: int) -> None:
     """Let rank 0 have as many files open as so many ranks need, if the system allows it: store, channel and groups take some for each."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = _FILES + _FILES_PER_RANK * world_size
+    needed = files_needed(world_size)
     if hard != resource.RLIM_INFINITY:
         needed = min(needed, hard)
     if soft != resource.RLIM_INFINITY and soft < needed:
@@ -591,7 +591,7 @@ def _connected_line(addresses: Sequence[str], port: int, token: str, rank: int, 
         port: That it listens on.
         token: Of this run.
         rank: This one.
-        network: Of this host, see `_network_of_host`.
+        network: Of this host, see `network_of_host`.
     """
     for address in addresses:
         try:
