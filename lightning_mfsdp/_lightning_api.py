@@ -54,6 +54,7 @@ __all__ = [
     "TensorBoardLogger",
     "ThroughputMonitor",
     "TorchCheckpointIO",
+    "TorchElasticEnvironment",
     "Trainer",
     "TrainerFn",
     "WeightAveraging",
@@ -88,6 +89,7 @@ if TYPE_CHECKING or NAMESPACE == "lightning.pytorch":
     from lightning.fabric.plugins import Precision as FabricPrecision
     from lightning.fabric.plugins import TransformerEnginePrecision as FabricTransformerEnginePrecision
     from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+    from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
     from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_STRATEGY_REGISTRY
     from lightning.fabric.strategies.launchers.multiprocessing import (
         _MultiProcessingLauncher as FabricMultiProcessingLauncher,
@@ -147,6 +149,7 @@ else:
     from lightning_fabric.plugins import Precision as FabricPrecision
     from lightning_fabric.plugins import TransformerEnginePrecision as FabricTransformerEnginePrecision
     from lightning_fabric.plugins.environments.slurm import SLURMEnvironment
+    from lightning_fabric.plugins.environments.torchelastic import TorchElasticEnvironment
     from lightning_fabric.strategies import STRATEGY_REGISTRY as FABRIC_STRATEGY_REGISTRY
     from lightning_fabric.strategies.launchers.multiprocessing import (
         _MultiProcessingLauncher as FabricMultiProcessingLauncher,

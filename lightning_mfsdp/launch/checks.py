@@ -15,6 +15,7 @@ __all__ = [
     "Finding",
     "files_needed",
     "interface_findings",
+    "loader_file_findings",
     "open_file_findings",
     "shared_memory_findings",
     "start_findings",
@@ -23,6 +24,7 @@ __all__ = [
 
 # That rank 0 may have open: those of a program, and those of connections to each other rank (4 were counted).
 _FILES, _FILES_PER_RANK = 1024, 8
+_LOADER_FILES = 4096
 _SHARED_MEMORY = "/dev/shm"
 _SHARED_MEMORY_BYTES = 2**30  # containers have 64 MiB unless they are told otherwise
 _FREE_BYTES = 64 * 2**20
@@ -79,7 +81,7 @@ def start_findings(device_type: str, world_size: int) -> list[Finding]:
     """
     return [
         *(variable_findings(os.environ) if device_type != "cpu" else []),
-        *(interface_findings(os.environ, [name for _, name in socket.if_nameindex()]) if world_size > 1 else []),
+        *(interface_findings(os.environ) if world_size > 1 else []),
         *open_file_findings(resource.getrlimit(resource.RLIMIT_NOFILE)[1], world_size),
         *shared_memory_findings(),
     ]
@@ -94,13 +96,15 @@ def variable_findings(environment: Mapping[str, str]) -> list[Finding]:
     ]
 
 
-def interface_findings(environment: Mapping[str, str], interfaces: Collection[str]) -> list[Finding]:
+def interface_findings(environment: Mapping[str, str], interfaces: Collection[str] | None = None) -> list[Finding]:
     """Variables that name network interfaces which this host does not have.
 
     Args:
         environment: Variables by name.
-        interfaces: Names of the interfaces of this host.
+        interfaces: Names of the interfaces of this host. `None`: those that the system lists.
     """
+    if interfaces is None:
+        interfaces = [name for _, name in socket.if_nameindex()]
     findings = []
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         text = environment.get(name, "")
@@ -131,6 +135,18 @@ def open_file_findings(limit: int, world_size: int) -> list[Finding]:
             f"a process may open {limit} files, and with {world_size} ranks it may need {needed}",
             f"raise the limit with `ulimit -n {max(needed, 65536)}`, `--ulimit nofile=` of a container or LimitNOFILE of the service "
             "that starts it",
+        )
+    ]
+
+
+def loader_file_findings(limit: int) -> list[Finding]:
+    """A limit of open files that workers of a DataLoader may reach. `limit`: -1 if there is none."""
+    if limit == resource.RLIM_INFINITY or limit >= _LOADER_FILES:
+        return []
+    return [
+        Finding(
+            f"a process may open {limit} files unless it raises its limit, and a DataLoader keeps one open for each tensor of its workers",
+            "write `ulimit -n 65536` into the script that starts the run",
         )
     ]
 

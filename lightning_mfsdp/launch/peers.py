@@ -43,7 +43,7 @@ import torch.distributed as dist
 
 from lightning_mfsdp.launch.checks import files_needed
 
-__all__ = ["Peers", "network_of_host"]
+__all__ = ["Peers", "addresses_of_host", "network_of_host", "open_listener"]
 
 _log = logging.getLogger(__name__)
 
@@ -283,9 +283,9 @@ class Peers:
         contact: list[Any] = [None]
         if rank == 0:
             _allow_files(world_size)
-            listener = _listener(same_host, world_size)
+            listener = open_listener(same_host, world_size)
             _close_in_children(listener)
-            contact = [(_addresses(same_host), listener.getsockname()[1], uuid.uuid4().hex)]
+            contact = [(addresses_of_host(same_host), listener.getsockname()[1], uuid.uuid4().hex)]
         dist.broadcast_object_list(contact, src=0)
         addresses, port, token = contact[0]
         hub = None if listener is None else _Hub(listener, world_size, token)
@@ -554,7 +554,7 @@ def _allow_files(world_size: int) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-def _listener(same_host: bool, backlog: int) -> socket.socket:
+def open_listener(same_host: bool, backlog: int) -> socket.socket:
     """Where other ranks connect: on the loopback interface, or on all of IPv4 and IPv6."""
     if same_host:
         return socket.create_server(("127.0.0.1", 0), backlog=backlog)
@@ -563,7 +563,7 @@ def _listener(same_host: bool, backlog: int) -> socket.socket:
     return socket.create_server(("", 0), backlog=backlog)
 
 
-def _addresses(same_host: bool) -> list[str]:
+def addresses_of_host(same_host: bool) -> list[str]:
     """Addresses of IPv4 and IPv6 at which others may reach this host, likely ones first."""
     if same_host:
         return ["127.0.0.1"]

@@ -16,6 +16,7 @@ from lightning_mfsdp.launch import checks, communication
 from lightning_mfsdp.launch.checks import (
     Finding,
     interface_findings,
+    loader_file_findings,
     open_file_findings,
     shared_memory_findings,
     start_findings,
@@ -74,6 +75,13 @@ def test_a_limit_of_files_is_found_that_has_no_room_for_all_ranks() -> None:
     assert open_file_findings(resource.RLIM_INFINITY, 100_000) == []
     (finding,) = open_file_findings(4096, 1024)
     assert "4096 files, and with 1024 ranks it may need 9216" in finding.what
+    assert "ulimit -n 65536" in finding.advice
+
+
+def test_a_limit_of_files_is_found_that_loaders_may_reach() -> None:
+    assert loader_file_findings(4096) == loader_file_findings(resource.RLIM_INFINITY) == []
+    (finding,) = loader_file_findings(1024)
+    assert "1024 files" in finding.what
     assert "ulimit -n 65536" in finding.advice
 
 

@@ -233,7 +233,7 @@ def bound_address(rank: int, world_size: int, boots: list[str]) -> str | None:
         patched.setattr(of_peers.socket, "create_server", noted)
         patched.setattr(of_peers.socket, "gethostname", lambda: "node")
         patched.setattr(of_peers.Path, "read_text", lambda _: boots[rank])
-        patched.setattr(of_peers, "_addresses", lambda same_host: ["127.0.0.1"])  # this machine has one network
+        patched.setattr(of_peers, "addresses_of_host", lambda same_host: ["127.0.0.1"])  # this machine has one network
         connected = Peers.connected()
     assert connected is not None
     connected.close()
