@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -47,6 +48,7 @@ from lightning_mfsdp.commands.doctor.storage import (
 )
 from tests.helpers.distributed import run_distributed
 from tests.lightning.test_launch import ROOT, environment
+from tests.stops.test_networks import named, unable
 
 HOST_A = RankFacts(host="a", network="a", addresses=["127.0.0.1"], gpu="", facts={"torch": "2.13"}, findings=[])
 HOST_B = replace(HOST_A, host="b", network="b")
@@ -63,7 +65,9 @@ def on_ranks(size: int, work: Callable[[Exchange], Any]) -> list[Any]:
 
 def test_every_rank_learns_the_value_of_each() -> None:
     def work(channel: Exchange) -> list[Any]:
-        return [channel.gather([channel.rank, "first"]), channel.gather(channel.rank**2)]
+        values = [channel.gather([channel.rank, "first"]), channel.gather(channel.rank**2)]
+        channel.close()
+        return values
 
     assert on_ranks(3, work) == [[[[rank, "first"] for rank in range(3)], [0, 1, 4]]] * 3
     assert Exchange(None, 0, 1).gather("alone") == ["alone"]
@@ -285,3 +289,34 @@ def test_torchrun_starts_it_on_all_ranks(tmp_path: Path) -> None:
     assert "MB/s of all hosts" in done.stdout
     assert done.stdout.count("CUDA_LAUNCH_BLOCKING=1, with which the host waits") == 1, "once for all ranks"
     assert done.returncode == 1, output
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_two_hosts_are_compared_and_measured(tmp_path: Path) -> None:
+    if problem := unable():
+        pytest.skip(problem)
+    nodes = named("doc")
+    launcher = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
+    options = ["--master-addr=10.77.0.1", "--master-port=29444", "-m", "lightning_mfsdp", "doctor", "--seconds=0.1"]
+    try:
+        nodes.up()
+        for node in range(2):
+            hidden = ["ip", "netns", "exec", nodes.names[node], "unshare", "--uts"]
+            shell = ["sh", "-c", f'hostname node{node}; exec "$@"', "sh", sys.executable]
+            variables = environment(GLOO_SOCKET_IFNAME="cable", NCCL_ALGO=("Ring", "Tree")[node])
+            command = [*hidden, *shell, *launcher, f"--node-rank={node}", *options, f"--storage={tmp_path / 'storage'}"]
+            with (tmp_path / f"output-{node}").open("w") as output:
+                nodes.processes.append(subprocess.Popen(command, env=variables, stdout=output, stderr=output, cwd=ROOT))
+        codes = [process.wait(500) for process in nodes.processes]
+    finally:
+        nodes.down()
+    text, other = [(tmp_path / f"output-{node}").read_text() for node in range(2)]
+    assert codes == [1, 1], text + other
+    assert re.search(r"ranks +4 on 2 hosts\n", text), text
+    assert re.search(r"connections +all hosts to all\n", text)
+    assert re.search(r"all-gather in a host, gloo +[\d.]+ GB/s on node[01], the slowest\n", text)
+    assert re.search(r"all-gather of all, gloo +[\d.]+ GB/s\n", text)
+    assert "NCCL_ALGO differs: Ring on ranks 0-1 (node0); Tree on ranks 2-3 (node1)" in text
+    assert "NCCL_ALGO differs" not in other, "rank 0 prints alone"
+    assert "exit barrier" not in other, "no node waits for the other"

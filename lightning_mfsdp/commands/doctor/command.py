@@ -100,10 +100,11 @@ def _run(arguments: Namespace) -> int:
         _measure_storage(report, arguments.storage, ranks, channel, arguments.seconds)
     else:
         report.add([("storage", "not looked at; --storage FOLDER does")], [])
-    if channel.rank != 0:
-        return 0
-    sys.stdout.writelines(f"{line}\n" for line in report.lines())
-    return 1 if report.findings else 0
+    if channel.rank == 0:
+        sys.stdout.writelines(f"{line}\n" for line in report.lines())
+    code: int = channel.gather(1 if report.findings else 0)[0]  # equal on all, or launchers of other nodes would wait
+    channel.close()
+    return code
 
 
 def _launched() -> Any:

@@ -82,6 +82,13 @@ class Exchange:
         answer: list[Any] = json.loads(self._store.get(f"{self._calls}/all"))
         return answer
 
+    def close(self) -> None:
+        """Nothing more is exchanged: rank 0, whose process may hold the store, waits until others have read all. Collective."""
+        if self._store is not None and self.rank == 0:
+            self._store.wait([f"closed/{rank}" for rank in range(1, self.size)])
+        elif self._store is not None:
+            self._store.set(f"closed/{self.rank}", "")
+
     def gather_facts(self, facts: RankFacts) -> list[RankFacts]:
         """What each rank knows, by rank; hosts of equal names get the number of their first rank. Collective."""
         ranks = [RankFacts(**fields) for fields in self.gather(asdict(facts))]
