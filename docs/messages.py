@@ -23,7 +23,7 @@ PAGE = DOCS / "reference/messages.md"
 SECTIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "Starting and stopping": (
         "troubleshooting.md#it-does-not-start",
-        ("launch", "commands/doctor", "_lightning_api.py", "engine/comm/process_groups.py"),
+        ("launch", "commands/doctor", "ray.py", "_lightning_api.py", "engine/comm/process_groups.py"),
     ),
     "Options of the strategies": ("quickstart.md", ("options",)),
     "Precision": (

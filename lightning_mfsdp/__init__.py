@@ -38,9 +38,11 @@ from lightning_mfsdp.engine import (
     unshard,
     unshard_model,
 )
+from lightning_mfsdp.launch.elastic import ElasticEnvironment, launched_nodes
 from lightning_mfsdp.options.loss_scaling import DistributedGradScaler
 from lightning_mfsdp.options.unit_selection import select_units
 from lightning_mfsdp.recompute import Recompute, apply_recompute
+from lightning_mfsdp.trainer.latest import latest_checkpoint
 from lightning_mfsdp.trainer.loading import load_from_checkpoint
 from lightning_mfsdp.trainer.precision import MFSDPPrecision
 from lightning_mfsdp.trainer.strategy import MFSDPStrategy, register_strategies
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
     from lightning_mfsdp import mtp as mtp
     from lightning_mfsdp import ops as ops
     from lightning_mfsdp import optim as optim
+    from lightning_mfsdp import ray as ray
     from lightning_mfsdp import recompute as recompute
     from lightning_mfsdp import te as te
     from lightning_mfsdp import tensor_parallel as tensor_parallel
@@ -67,6 +70,7 @@ __all__ = [
     "CapturedLoss",
     "CapturedStep",
     "DistributedGradScaler",
+    "ElasticEnvironment",
     "EngineStateError",
     "GradientWatch",
     "MFSDPPrecision",
@@ -89,6 +93,8 @@ __all__ = [
     "fully_shard_optimizer",
     "fully_shard_units",
     "grad_norm",
+    "latest_checkpoint",
+    "launched_nodes",
     "lerp_",
     "load_from_checkpoint",
     "no_sync",
@@ -110,6 +116,7 @@ _ROOMS = (
     "mtp",
     "ops",
     "optim",
+    "ray",
     "recompute",
     "te",
     "tensor_parallel",

@@ -18,6 +18,7 @@ __all__ = [
     "BackboneFinetuning",
     "BaseFinetuning",
     "Callback",
+    "CheckpointCallback",
     "CheckpointIO",
     "DoublePrecision",
     "FabricBackwardSyncControl",
@@ -30,6 +31,7 @@ __all__ = [
     "FabricPrecision",
     "FabricTransformerEnginePrecision",
     "GradClipAlgorithmType",
+    "GradientAccumulationScheduler",
     "HalfPrecision",
     "Launcher",
     "LightningModule",
@@ -113,6 +115,7 @@ if TYPE_CHECKING or NAMESPACE == "lightning.pytorch":
     from lightning.pytorch.callbacks import (
         BackboneFinetuning,
         BaseFinetuning,
+        GradientAccumulationScheduler,
         ModelCheckpoint,
         ModelPruning,
         ModelSummary,
@@ -121,6 +124,7 @@ if TYPE_CHECKING or NAMESPACE == "lightning.pytorch":
         ThroughputMonitor,
         WeightAveraging,
     )
+    from lightning.pytorch.callbacks import Checkpoint as CheckpointCallback
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.core.optimizer import _MockOptimizer as MockOptimizer
     from lightning.pytorch.loggers import TensorBoardLogger
@@ -173,6 +177,7 @@ else:
     from pytorch_lightning.callbacks import (
         BackboneFinetuning,
         BaseFinetuning,
+        GradientAccumulationScheduler,
         ModelCheckpoint,
         ModelPruning,
         ModelSummary,
@@ -181,6 +186,7 @@ else:
         ThroughputMonitor,
         WeightAveraging,
     )
+    from pytorch_lightning.callbacks import Checkpoint as CheckpointCallback
     from pytorch_lightning.core.optimizer import LightningOptimizer
     from pytorch_lightning.core.optimizer import _MockOptimizer as MockOptimizer
     from pytorch_lightning.loggers import TensorBoardLogger

@@ -55,6 +55,7 @@ __all__ = [
     "allows_saved_tensors_hooks",
     "apply_to_tensors",
     "as_kind",
+    "at_all_levels",
     "averages",
     "backward_task",
     "before_other_hooks",
@@ -245,6 +246,14 @@ def outside_transforms(function: Callable[..., None], *args: Any) -> None:
     """Call a function that computes with plain tensors, inside `torch.func.grad` and the like (torch 2.11 to 2.15: `_DisableFuncTorch`)."""
     with torch._C._DisableFuncTorch():
         function(*args)
+
+
+def at_all_levels(tensor: Tensor) -> list[Tensor]:
+    """A tensor inside `vmap`, `torch.func.grad` and the like, and those that it wraps, each with a graph of its own (torch 2.11-2.15)."""
+    levels = [tensor]
+    while torch._C._functorch.is_functorch_wrapped_tensor(levels[-1]):
+        levels.append(torch._C._functorch.get_unwrapped(levels[-1]))
+    return levels
 
 
 # A context in which tensor subclasses behave as if they did not override `__torch_function__`.

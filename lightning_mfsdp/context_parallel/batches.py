@@ -112,7 +112,8 @@ def _dims_of(entries: Mapping[str, Any], dims: Mapping[str, int | None]) -> dict
     if not dims_of_entries:
         raise ValueError(
             f"context: no entry of the batch is known to be along the sequence; it has {list(entries)}. Name them with "
-            "MFSDPStrategy(context_dims={...: dim}), by key, or by position as a string"
+            f"MFSDPStrategy(context_dims={{{str(next(iter(entries), 0))!r}: 1}}), by key, or by position as a string; 1 is the dim of "
+            "the sequence"
         )
     return dims_of_entries
 

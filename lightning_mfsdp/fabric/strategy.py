@@ -49,6 +49,7 @@ from lightning_mfsdp.engine import broadcast_buffers as share_buffers
 from lightning_mfsdp.fabric import checkpoints
 from lightning_mfsdp.fabric.precision import MFSDPFabricPrecision
 from lightning_mfsdp.launch import communication
+from lightning_mfsdp.launch.elastic import ElasticEnvironment
 from lightning_mfsdp.options.arguments import check_device
 from lightning_mfsdp.options.dtypes import translate
 from lightning_mfsdp.options.foreign_options import answers_foreign_options
@@ -189,8 +190,9 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes of the run, which Fabric sets from its argument of this name."""
-        return self._num_nodes
+        """Number of nodes of the run: Fabric's argument of this name, or that of an `ElasticEnvironment`."""
+        environment = self.cluster_environment
+        return environment.num_nodes if isinstance(environment, ElasticEnvironment) else self._num_nodes
 
     @property
     def num_processes(self) -> int:

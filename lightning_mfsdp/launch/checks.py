@@ -22,7 +22,7 @@ __all__ = [
     "variable_findings",
 ]
 
-# That rank 0 may have open: those of a program, and those of connections to each other rank (4 were counted).
+# That rank 0 and its relay may have open: those of a program, and those of connections to each other rank (3 were counted).
 _FILES, _FILES_PER_RANK = 1024, 8
 _LOADER_FILES = 4096
 _SHARED_MEMORY = "/dev/shm"

@@ -138,7 +138,6 @@ def _connected_peers() -> Peers | None:
 def _end_or_abort(peers: Peers) -> None:
     """At the end of a process: tell the others, and if its program raised, wait for none of them."""
     if peers.is_closed:
-        peers.program_ends()
         return
     error = getattr(sys, "last_value", None)
     if not isinstance(error, BaseException) and not peers.has_failed:

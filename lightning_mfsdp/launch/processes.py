@@ -17,6 +17,7 @@ from lightning_mfsdp._lightning_api import Launcher, ParallelStrategy, SIGTERMEx
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import CollectiveError
 from lightning_mfsdp.launch import communication
+from lightning_mfsdp.launch.elastic import ElasticEnvironment
 from lightning_mfsdp.launch.slurm import requeue_signal
 from lightning_mfsdp.launch.stopping import Stopping
 
@@ -60,7 +61,7 @@ class ProcessStrategy(ParallelStrategy):
         process_group_backend: str | None,
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, None, precision_plugin)
-        self.num_nodes = 1
+        self._num_nodes = 1
         self._timeout = timeout
         self._process_group_backend = process_group_backend
         self._peers: Peers | None = None
@@ -80,14 +81,30 @@ class ProcessStrategy(ParallelStrategy):
         return self.parallel_devices[self.local_rank]
 
     @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        """The Trainer's; an `ElasticEnvironment`, which the Trainer sets before, knows better."""
+        environment = self.cluster_environment
+        self._num_nodes = environment.num_nodes if isinstance(environment, ElasticEnvironment) else num_nodes
+
+    @property
     def num_processes(self) -> int:
         """Number of ranks on this node, each with one device."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
+    def configured_world_size(self) -> int:
+        """Number of ranks that the run was configured for: num_nodes x devices."""
+        return self.num_nodes * self.num_processes
+
+    @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Every rank sees data of its own."""
-        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+        return {"num_replicas": self.configured_world_size, "rank": self.global_rank}
 
     @property
     def process_group_backend(self) -> str | None:
@@ -97,7 +114,7 @@ class ProcessStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         # A single process needs no launcher, so notebooks work.
-        if not self.cluster_environment.creates_processes_externally and self.num_nodes * self.num_processes > 1:
+        if not self.cluster_environment.creates_processes_externally and self.configured_world_size > 1:
             self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
@@ -110,6 +127,26 @@ class ProcessStrategy(ParallelStrategy):
         Raises:
             ValueError: Another number of processes is connected than the Trainer was configured for.
         """
+        self._connect()
+        self._peers = communication.peers()
+        self._together = None
+        if self._peers is not None:
+            self._peers.work_begins()
+
+    def connect_processes(self) -> None:
+        """Connect the processes before an entry point of the Trainer does so; Lightning's launcher runs the script for the others first.
+
+        Raises:
+            ValueError: As `setup_environment`.
+        """
+        if isinstance(self._launcher, Launcher):
+            self._launcher.launch(self._connect)
+        elif (
+            self._launcher is None
+        ):  # otherwise each entry point forks processes, which all have what this one has decided
+            self._connect()
+
+    def _connect(self) -> None:
         super().setup_environment()
         self.set_world_ranks()
         assert self.cluster_environment is not None
@@ -118,12 +155,8 @@ class ProcessStrategy(ParallelStrategy):
             self.root_device,
             self._process_group_backend,
             self._timeout,
-            world_size=self.num_nodes * self.num_processes,
+            world_size=self.configured_world_size,
         )
-        self._peers = communication.peers()
-        self._together = None
-        if self._peers is not None:
-            self._peers.work_begins()
 
     # -- when something stops a run ------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ __all__ = [
     "check_ignored",
     "check_policy",
     "check_recompute_graph",
+    "check_samples",
     "check_sharding",
     "check_tensor_plan",
     "ignored_parameters",
@@ -54,6 +55,12 @@ def check_duration(argument: str, value: object) -> None:
         raise TypeError(f"{argument}={value!r}: expected a timedelta, such as timedelta(seconds=60)")
     if value < timedelta(0):
         raise ValueError(f"{argument}={value!r}: expected a timedelta of at least 0 seconds")
+
+
+def check_samples(argument: str, value: object) -> None:
+    """Raise a ValueError unless `value` is a positive number of samples, or `None`."""
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise ValueError(f"{argument}={value!r}: expected a positive number of samples, or None")
 
 
 def check_context_dims(dims: object) -> None:

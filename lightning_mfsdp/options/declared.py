@@ -403,6 +403,17 @@ class DeclaredTrainerOptions(DeclaredOptions):
     More: [speed and memory](../performance.md)
     """
 
+    global_batch_size: int | None = None
+    """Samples of an optimizer step, on all ranks: the Trainer's `accumulate_grad_batches` is set to what the data ranks and the loader's
+    batch size leave of it, so that a run that is resumed on another number of ranks makes the same steps of the same samples. An error if
+    it is no whole number.
+
+    Section: Processes
+    Values: a number of samples; `None`: `Trainer(accumulate_grad_batches=...)`
+    Change it: if the number of nodes changes during a run
+    More: [runs whose nodes come and go](../large_runs.md#nodes-that-come-and-go)
+    """
+
     async_save: bool = False
     """Copy what is saved to the host and train on while it is written. The next save, loading and the end wait for it.
 

@@ -132,6 +132,16 @@ _SAME_ANSWER: dict[tuple[str, ...], str] = {
     ("delay_all_reduce_named_params", "param_to_hook_all_reduce", "batched_grad_copy"): (
         "leave it out: every unit's gradients are reduced when its backward is over"
     ),
+    # Names by which Megatron-LM, torchtitan and others know the axes
+    ("context_parallel", "context_parallel_size"): "use context: the number of ranks that divide each sequence",
+    ("expert_parallel", "expert_parallel_size", "expert_model_parallel_size"): (
+        "use expert: the number of ranks that divide the experts of each layer"
+    ),
+    (
+        "tensor_parallel",
+        "tensor_model_parallel_size",
+    ): "use tensor: the number of ranks that divide the weights of each layer",
+    ("devices", "num_nodes"): "it belongs to the Trainer, or to Fabric",
     # Names that Trainer's plugins and Fabric's have in the other of the two.
     ("precision",): "use Trainer(precision=...), or precision_plugin=MFSDPPrecision(...)",
     ("precision_plugin",): "use Fabric(precision=...), or precision=MFSDPFabricPrecision(...)",

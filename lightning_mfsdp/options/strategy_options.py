@@ -39,6 +39,7 @@ from lightning_mfsdp.options.arguments import (
     check_ignored,
     check_policy,
     check_recompute_graph,
+    check_samples,
     check_sharding,
     check_tensor_plan,
     ignored_parameters,
@@ -108,6 +109,8 @@ class StrategyOptions(DeclaredOptions):
         check_tensor_plan(self.tensor_plan)
         check_choice("state_dict_type", self.state_dict_type, ("sharded", "full"))
         check_duration("shared_folder_timeout", self.shared_folder_timeout)
+        if self.timeout is not None:
+            check_duration("timeout", self.timeout)
         check_choice("start_method", self.start_method, ("popen", "fork"))
         check_policy(self.policy)
         object.__setattr__(self, "outer", outer_ranks(self.outer, self.outer_size))
@@ -355,6 +358,7 @@ class TrainerOptions(StrategyOptions, DeclaredTrainerOptions):
         check_recompute_graph(self.cuda_graph, self.recompute)
         check_expert_graph(self.cuda_graph, self.expert, self.expert_dispatcher)
         check_choice("async_save", self.async_save, (True, False))
+        check_samples("global_batch_size", self.global_batch_size)
 
 
 def move_rest_to_device(root: nn.Module, device: torch.device) -> None:

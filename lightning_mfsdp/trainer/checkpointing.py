@@ -10,7 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -51,8 +51,11 @@ from lightning_mfsdp.trainer.data_position import (
     go_on_reading,
     resumable,
     training_begins,
+    training_loaders,
 )
+from lightning_mfsdp.trainer.global_batch import check_equal_microbatches, check_global_batch, microbatches
 from lightning_mfsdp.trainer.hyperparameters import compare_hyperparameters
+from lightning_mfsdp.trainer.latest import RUN, new_run
 from lightning_mfsdp.trainer.stopped import Last, next_hpc_path
 
 if TYPE_CHECKING:
@@ -80,6 +83,7 @@ class CheckpointingStrategy(ProcessStrategy):
     Attributes:
         state_dict_type: "sharded": every rank writes its rows; "full": rank 0 writes whole tensors.
         async_save: Saves are copied to the host, then written in the background.
+        global_batch_size: Samples of an optimizer step on all ranks; `None`: as many as the Trainer accumulates.
         shared_folder_timeout: How long a node may take to see what another one has put into a folder.
     """
 
@@ -88,18 +92,22 @@ class CheckpointingStrategy(ProcessStrategy):
         *,
         state_dict_type: Literal["sharded", "full"],
         async_save: bool,
+        global_batch_size: int | None,
         shared_folder_timeout: timedelta,
         **options: Any,
     ) -> None:
         super().__init__(**options)
         self.state_dict_type = state_dict_type
         self.async_save = async_save
+        self.global_batch_size = global_batch_size
         self.shared_folder_timeout = shared_folder_timeout
+        self._run = new_run()  # ranks differ until one loads; rank 0 writes its own
         self._saver = BackgroundSaver()
         self._staging = Staging()
         self._saving_ranks: Ranks | None = None
         self._at_first_step: list[Callable[[], None]] = []
         self._go_on_reading: Callable[[], None] | None = None
+        self._accumulates = 1  # what the Trainer was told here, or is by default
         self._weights_only: bool | None = None
         self._can_read = False
         self._loading: lightning_io.Loading | None = None
@@ -268,17 +276,47 @@ class CheckpointingStrategy(ProcessStrategy):
             **added,
             RANK_STATES: ranks.gather(rank_state(checkpoint, self._module, self.root_device, **self._data_place)),
             DATA_POSITIONS: data_positions(self._module.trainer),
+            RUN: self._run,
         }
 
-    def process_dataloader(self, dataloader: object) -> object:
-        """A training loader in the order of a DistributedSampler can be resumed inside an epoch; others are not changed."""
+    def check_accumulation(self) -> None:
+        """With `global_batch_size` nothing else says how many batches the Trainer accumulates.
+
+        Raises:
+            ValueError: Something does.
+        """
+        if self.global_batch_size is None:
+            return
         trainer = self._module.trainer
-        training = trainer.state.fn == TrainerFn.FITTING and trainer.training
-        return resumable(dataloader) if training else dataloader
+        given = 1 if trainer.accumulate_grad_batches == self._accumulates else trainer.accumulate_grad_batches
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        check_global_batch(self.global_batch_size, given, callbacks, automatic=self._module.automatic_optimization)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """A training loader in the order of a DistributedSampler can be resumed inside an epoch; others are not changed.
+
+        Raises:
+            ValueError: A multiple of its batches is not `global_batch_size`.
+        """
+        trainer = self._module.trainer
+        if trainer.state.fn != TrainerFn.FITTING or not trainer.training:
+            return dataloader
+        if self.global_batch_size is not None:
+            number = microbatches(self.global_batch_size, self._data_place["data_size"], dataloader)
+            trainer.accumulate_grad_batches = self._accumulates = number
+        return resumable(dataloader)
 
     def on_train_start(self) -> None:
-        """Loaders of a resumed run continue where they were."""
+        """Loaders of a resumed run continue where they were.
+
+        Raises:
+            ValueError: Training loaders need different numbers of batches for `global_batch_size`.
+        """
         super().on_train_start()
+        if self.global_batch_size is not None:
+            size, data_ranks = self.global_batch_size, self._data_place["data_size"]
+            loaders = training_loaders(self._module.trainer)
+            check_equal_microbatches(size, [microbatches(size, data_ranks, loader) for loader in loaders])
         if self._go_on_reading is not None:
             go_on_reading, self._go_on_reading = self._go_on_reading, None
             go_on_reading()
@@ -286,9 +324,11 @@ class CheckpointingStrategy(ProcessStrategy):
     def _restore_rank_state(self, rest: dict[str, Any]) -> None:
         """Random numbers now, for what shuffles data, and once more if training continues inside an epoch: its loaders draw some again."""
         states, positions = rest.pop(RANK_STATES, None), rest.pop(DATA_POSITIONS, [])
+        run = rest.pop(RUN, self._run)
         self._go_on_reading = None
         if self._module.trainer.state.fn != TrainerFn.FITTING or "loops" not in rest:
             return
+        self._run = run
         self._restore_random_states(rest, states)
         loop = rest["loops"]["fit_loop"]
         progress = loop["epoch_loop.batch_progress"]
@@ -307,8 +347,15 @@ class CheckpointingStrategy(ProcessStrategy):
         def go_on() -> None:
             trainer: Trainer = self._module.trainer
             states = loop["state_dict"].get("combined_loader", [])
-            exact = go_on_reading(trainer, positions, states, inside=inside, restore_random=restore_random)
+            step = self.global_batch_size
+            exact = go_on_reading(trainer, positions, states, inside=inside, step=step, restore_random=restore_random)
             self._at_first_step.append(lambda: training_begins(trainer))
+            if step is not None and inside and own_state is None and not exact:
+                rank_zero_warn(
+                    f"global_batch_size={step}: training goes on inside an epoch on another number of ranks, and not all training loaders "
+                    "know their samples, so the first step may have fewer. Resume from a checkpoint of an epoch's end, or use PyTorch's "
+                    "samplers"
+                )
             if at_its_start and exact:
                 restore_random()
             elif (at_its_start or inside) and not exact:

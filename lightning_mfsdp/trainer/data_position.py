@@ -11,12 +11,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_mfsdp._lightning_api import PossibleUserWarning, Trainer
 
-__all__ = ["DATA_POSITIONS", "ResumableSampler", "data_positions", "go_on_reading", "resumable", "training_begins"]
+__all__ = [
+    "DATA_POSITIONS",
+    "ResumableSampler",
+    "data_positions",
+    "go_on_reading",
+    "resumable",
+    "training_begins",
+    "training_loaders",
+]
 
 # Key in checkpoints: a list with an entry for each training loader, `None` for loaders whose samples are not counted here.
 DATA_POSITIONS = "data_positions"
@@ -100,23 +108,56 @@ class _ResumableLoader(DataLoader[Any]):
 
     positioned: ResumableSampler
 
-    def position(self, batches: int, *, is_over: bool, repeats: bool) -> dict[str, int]:
+    def position(self, batches: int, *, is_over: bool, repeats: bool, accumulates: int) -> dict[str, int]:
         """The position as stored in a checkpoint.
 
         Args:
             batches: Batches of its epoch that the Trainer has read.
             is_over: The next one belongs to another epoch.
             repeats: The Trainer repeats loaders that are shorter than others.
+            accumulates: Batches of an optimizer step.
         """
         epoch, before = self.positioned.current
-        seen = 0
+        seen, of_step = 0, 0
         if is_over:
             epoch += 1
         else:
+            of_step = batches % accumulates * self._samples_at_a_time
             batches = batches % len(self) if repeats and len(self) else min(batches, len(self))
             skipped = len(self) - self._batches_after(before)
-            seen = before + max(batches - skipped, 0) * self._batch_size * self.positioned.num_replicas
-        return {"epoch": epoch, "seed": self.positioned.seed, "seen": seen, "size": self.positioned.size}
+            seen = before + max(batches - skipped, 0) * self._samples_at_a_time
+        return {
+            "epoch": epoch,
+            "seed": self.positioned.seed,
+            "seen": seen,
+            "size": self.positioned.size,
+            "seen_of_step": of_step,
+            "samples_at_a_time": self._samples_at_a_time,
+        }
+
+    def at_whole_steps(self, position: Mapping[str, int], step: int) -> Mapping[str, int]:
+        """A stored position from which steps of `step` samples go on, the first sample of an epoch beginning one.
+
+        Ranks that read other numbers of samples at a time than those that saved begin an incomplete step again: its weights are those that
+        were saved.
+
+        Raises:
+            ValueError: Steps had other numbers of samples in this epoch.
+        """
+        of_step = position.get("seen_of_step", 0)
+        begun = position["seen"] - of_step
+        if begun % step or of_step >= step:
+            raise ValueError(
+                f"global_batch_size={step}, and the checkpoint was saved inside an epoch, after {begun} of its samples, where no step of "
+                f"{step} samples begins. Resume with the global batch size that it was saved with, or from a checkpoint of an epoch's end"
+            )
+        if not of_step or position["samples_at_a_time"] == self._samples_at_a_time:
+            return position
+        rank_zero_info(
+            f"the checkpoint was saved inside a step, by ranks that read {position['samples_at_a_time']} samples at a time, and these read "
+            f"{self._samples_at_a_time}: they begin that step again, with the {of_step} samples that it had read"
+        )
+        return {**position, "seen": begun}
 
     def go_on(self, position: Mapping[str, int]) -> int:
         """Begin at a stored position; returns the batches of this epoch that lie before it."""
@@ -131,6 +172,11 @@ class _ResumableLoader(DataLoader[Any]):
     @property
     def _batch_size(self) -> int:
         return self.batch_sampler.batch_size if isinstance(self.batch_sampler, BatchSampler) else 1
+
+    @property
+    def _samples_at_a_time(self) -> int:
+        """Of a batch on all ranks."""
+        return self._batch_size * self.positioned.num_replicas
 
     def seem_stateful(self, seem: bool) -> None:
         """When it resumes, Lightning calls two methods and warns if they are missing. This loader's state is stored outside of them."""
@@ -170,7 +216,8 @@ def _is_stateful(loader: object) -> bool:
     return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
-def _loaders(trainer: Trainer) -> list[Any]:
+def training_loaders(trainer: Trainer) -> list[Any]:
+    """The training loaders that are set up, none before that."""
     combined = trainer.fit_loop._combined_loader
     return [] if combined is None else list(combined.flattened)
 
@@ -186,9 +233,12 @@ def data_positions(trainer: Trainer) -> list[dict[str, int] | None]:
         is_over = True
     combined = trainer.fit_loop._combined_loader
     repeats = combined is not None and combined._mode == "max_size_cycle"
+    accumulates = trainer.accumulate_grad_batches
     return [
-        loader.position(number, is_over=is_over, repeats=repeats) if isinstance(loader, _ResumableLoader) else None
-        for loader in _loaders(trainer)
+        loader.position(number, is_over=is_over, repeats=repeats, accumulates=accumulates)
+        if isinstance(loader, _ResumableLoader)
+        else None
+        for loader in training_loaders(trainer)
     ]
 
 
@@ -198,6 +248,7 @@ def go_on_reading(
     states: Sequence[Any],
     *,
     inside: bool,
+    step: int | None,
     restore_random: Callable[[], None],
 ) -> bool:
     """Before the first batch of a resumed run: restore the positions of the training loaders.
@@ -207,15 +258,16 @@ def go_on_reading(
         positions: Of the checkpoint, by loader; empty if it has none.
         states: What Lightning saved of loaders with a state_dict.
         inside: Training continues inside an epoch. Loaders that cannot are named in a warning.
+        step: Samples of an optimizer step; `None`: as many as the batches have that the Trainer accumulates.
         restore_random: Restores the random state of the save. A new iterator draws numbers, once in an epoch.
 
     Returns:
         Whether all loaders are restored to the sample, so that their next random draws are those of the original run.
     """
-    loaders = _loaders(trainer)
+    loaders = training_loaders(trainer)
     positions = positions if len(positions) == len(loaders) else [None] * len(loaders)
     before = [
-        _go_on(loader, position, number, len(loaders), inside)
+        _go_on(loader, position, number, len(loaders), inside, step)
         for number, (loader, position) in enumerate(zip(loaders, positions, strict=True))
     ]
     counted = [batches for batches in before if batches is not None]
@@ -245,12 +297,14 @@ def go_on_reading(
 
 def training_begins(trainer: Trainer) -> None:
     """Lightning has made its calls to loaders that are resumed."""
-    for loader in _loaders(trainer):
+    for loader in training_loaders(trainer):
         if isinstance(loader, _ResumableLoader):
             loader.seem_stateful(False)
 
 
-def _go_on(loader: Any, position: Mapping[str, int] | None, number: int, of: int, inside: bool) -> int | None:
+def _go_on(
+    loader: Any, position: Mapping[str, int] | None, number: int, of: int, inside: bool, step: int | None
+) -> int | None:
     """Batches of the epoch that lie before the position of a loader; `None` if it is not tracked here."""
     name = f"the training loader {type(loader).__name__}" + (f" (number {number} of {of})" if of > 1 else "")
     if isinstance(loader, _ResumableLoader) and position is not None:
@@ -261,7 +315,7 @@ def _go_on(loader: Any, position: Mapping[str, int] | None, number: int, of: int
                 f"after the first {position['seen']} samples of an order that is not the one before. Resume with "
                 "the same dataset, or from a checkpoint of an epoch's end"
             )
-        return loader.go_on(position)
+        return loader.go_on(position if step is None else loader.at_whole_steps(position, step))
     if inside and not _is_stateful(loader):
         why = (
             "the checkpoint does not say which samples it had read"

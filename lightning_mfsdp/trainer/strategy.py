@@ -149,6 +149,9 @@ class MFSDPStrategy(CheckpointingStrategy):
             shapes. Every backward is reduced, also with `accumulate_grad_batches`. What cannot be recorded is named and runs eagerly.
         free_gradients: Clear gradients right after the optimizer's step. Lightning clears them after the next training_step, so they take
             memory while activations accumulate. Hooks that run after the step then see no gradients.
+        global_batch_size: Samples of an optimizer step, on all ranks: the Trainer's `accumulate_grad_batches` is set to what the data ranks
+            and the loader's batch size leave of it, so that a run that is resumed on another number of ranks makes the same steps of the
+            same samples. An error if it is no whole number.
         async_save: Copy what is saved to the host and train on while it is written. The next save, loading and the end wait for it.
         accelerator: Set by the Trainer.
         parallel_devices: Set by the Trainer.
@@ -206,6 +209,7 @@ class MFSDPStrategy(CheckpointingStrategy):
         process_group_backend: str | None = None,
         cuda_graph: bool = False,
         free_gradients: bool = False,
+        global_batch_size: int | None = None,
         async_save: bool = False,
         # Lightning's own.
         accelerator: Accelerator | None = None,
@@ -224,6 +228,7 @@ class MFSDPStrategy(CheckpointingStrategy):
             process_group_backend=options.process_group_backend,
             state_dict_type=options.state_dict_type,
             async_save=options.async_save,
+            global_batch_size=options.global_batch_size,
             shared_folder_timeout=options.shared_folder_timeout,
         )
         if checkpoint_io is not None:
@@ -320,8 +325,9 @@ class MFSDPStrategy(CheckpointingStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Ranks of one tensor group have the same batches, and so have those of one context group where sequences are divided."""
         predicts = self._trainer is not None and self._trainer.predicting
-        world_size, node_size = self.num_nodes * self.num_processes, self.num_processes
-        return self._options.sampler_arguments(world_size, self.global_rank, node_size, parts_differ=predicts)
+        return self._options.sampler_arguments(
+            self.configured_world_size, self.global_rank, self.num_processes, parts_differ=predicts
+        )
 
     def reduce(
         self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
@@ -357,6 +363,7 @@ class MFSDPStrategy(CheckpointingStrategy):
         check_loggers(trainer.loggers, self._module)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
+            self.check_accumulation()
             self.look_for_checkpoint_folders()
             if self._saves_in_background:
                 check_background_saves(trainer.callbacks)  # type: ignore[attr-defined]

@@ -98,7 +98,7 @@ def test_info_shows_a_table_without_reading_tensors(copy: Path, run: Run, monkey
         f"versions     lightning {version('lightning')}, torch.distributed.checkpoint 1.0.0",
         "model        17 tensors, 665 elements, 2.6 KiB of float32",
         "optimizer_0  14 parameters in 2 groups: step x 13, exp_avg x 13, exp_avg_sq x 13, 3.8 KiB of float32",
-        "beside them  epoch, global_step, loops, callbacks, lr_schedulers, rank_states, data_positions",
+        "beside them  epoch, global_step, loops, callbacks, lr_schedulers, rank_states, data_positions, training_run",
         "",
         "largest tensors               shape    dtype    size   pieces",
         "model.blocks.0.linear.weight  12 x 12  float32  576 B  2",

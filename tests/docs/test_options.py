@@ -83,7 +83,7 @@ def test_a_new_option_comes_first_or_last_in_all_places() -> None:
 
 def test_an_option_of_the_trainer_alone_is_not_fabrics() -> None:
     own = [one for one in script.declared(SOURCE) if not one.of_both]
-    assert [one.name for one in own] == ["cuda_graph", "free_gradients", "async_save"]
+    assert [one.name for one in own] == ["cuda_graph", "free_gradients", "global_batch_size", "async_save"]
     page, fabric = script.PAGE.read_text(), script.FABRIC.read_text()
     assert all(one.row.endswith("| no |") and one.row in page for one in own)
     assert not any(one.parameter in fabric for one in own)

@@ -27,6 +27,7 @@ REFERENCE = {
     "lightning_mfsdp.mtp": ("mtp.md",),
     "lightning_mfsdp.ops": ("ops.md",),
     "lightning_mfsdp.optim": ("optim.md",),
+    "lightning_mfsdp.ray": ("ray.md",),
     "lightning_mfsdp.recompute": ("recompute.md",),
     "lightning_mfsdp.te": ("te.md",),
 }

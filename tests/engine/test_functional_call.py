@@ -134,7 +134,38 @@ def parameters_of_another_module_are_refused_with_what_to_pass(rank: int, world:
         torch.testing.assert_close(model(inputs()), plain(inputs()))
 
 
+def a_backward_outside_of_vmap_gathers_the_weights_that_are_read_inside(rank: int, world: int) -> None:
+    problems, x = Problems(), inputs()
+    for sharding in SHARDINGS:
+        plain, model = plain_and_sharded(sharding)
+        for _ in range(2):  # gradients add up
+            plain(x).square().sum().backward()
+            vmap(model)(x).square().sum().backward()
+        for name, expected in plain.named_parameters():
+            problems.close(model.get_parameter(name).grad.full_tensor(), expected.grad, f"{sharding} {name}")  # type: ignore[union-attr]
+    problems.finish()
+
+
+def sharded_weights_inside_a_transform_are_refused_with_what_to_pass(rank: int, world: int) -> None:
+    x = inputs()
+    for sharding in SHARDINGS:
+        plain, model = plain_and_sharded(sharding)
+        of_weights = grad(lambda weights, module=model: loss(module, weights, x))
+        for weights in (dict(model.named_parameters()), {n: p.detach() for n, p in model.named_parameters()}):
+            with pytest.raises(
+                EngineStateError, match=r"inside a transform of torch.func.*detach\(\)\.full_tensor\(\)"
+            ):
+                of_weights(weights)
+        # What the message says works, and the model goes on.
+        whole = {name: parameter.detach().full_tensor() for name, parameter in model.named_parameters()}  # type: ignore[operator]
+        expected = grad(lambda weights, module=plain: loss(module, weights, x))(dict(plain.named_parameters()))
+        torch.testing.assert_close(of_weights(whole), {name: value.detach() for name, value in expected.items()})
+        torch.testing.assert_close(model(x), plain(x))
+
+
 CASES = (
+    a_backward_outside_of_vmap_gathers_the_weights_that_are_read_inside,
+    sharded_weights_inside_a_transform_are_refused_with_what_to_pass,
     it_computes_with_what_it_is_given_and_gives_that_its_gradients,
     gradients_reach_its_own_weights_through_what_is_computed_from_them,
     a_part_of_the_weights_may_be_given,

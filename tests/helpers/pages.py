@@ -17,7 +17,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NEEDS = re.compile(r"# Needs (.+)\.")
 GPUS = {"a GPU": 1, "two GPUs": 2, "four GPUs": 4}
 # By the names that pip has; the modules are called alike, with underscores.
-PACKAGES = {"bitsandbytes", "peft", "pytorch-lightning", "safetensors", "transformer-engine", "transformers"}
+PACKAGES = {"bitsandbytes", "peft", "pytorch-lightning", "ray", "safetensors", "transformer-engine", "transformers"}
 # What comes with this package.
 PRESENT = {"lightning", "lightning_mfsdp", "torch", "torchmetrics"}
 

@@ -46,7 +46,7 @@ _MANY_CLASSES = ("torch", "torch.cuda")  # of storages, which nobody replaces pa
 _CHANGE_BY_THEMSELVES = {("torch", "Storage")}  # with the default dtype
 # tqdm's, of which a process has one and which does nothing; and the engine's that ends by itself once its process group is gone.
 _HARMLESS_THREADS = {"TMonitor", "mfsdp-gathers"}
-_ENDING_THREADS = {"mfsdp-peers", "mfsdp-hub"}  # at once, when all ranks have closed their ends
+_ENDING_THREADS = {"mfsdp-peers"}  # at once, when all ranks have closed their ends
 
 
 class ProcessState:

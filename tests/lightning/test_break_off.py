@@ -54,7 +54,7 @@ class Line:
         pass
 
     def receive(self):
-        return [{"apart": [{"rank": 1, "what": str(error)}]}] if self.socket.recv(1) else None
+        return [{"apart": [{"ranks": [1], "what": str(error), "hosts": []}]}] if self.socket.recv(1) else None
 
 def of_another_rank():
     line = Line()

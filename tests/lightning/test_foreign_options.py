@@ -53,6 +53,12 @@ def test_every_option_that_another_strategy_has_and_ours_lacks_has_an_answer(our
         assert str(info.value) == f"{ours.__name__} has no option {name!r}: {FOREIGN_OPTIONS[name]}"
 
 
+@pytest.mark.parametrize("name", ["context_parallel_size", "expert_model_parallel_size", "tensor_model_parallel_size"])
+def test_what_other_programs_call_an_axis_is_answered_with_that_axis(name: str) -> None:
+    with pytest.raises(TypeError, match=f"has no option '{name}': use {name.partition('_')[0]}: the number of ranks"):
+        MFSDPStrategy(**{name: 2})
+
+
 def test_the_walk_sees_lightnings_options() -> None:
     seen = {"cpu_offload", "forward_prefetch", "stage", "find_unused_parameters"}
     if "dp_mesh_dims" in inspect.signature(torch.distributed.fsdp.fully_shard).parameters:  # not with PyTorch 2.11

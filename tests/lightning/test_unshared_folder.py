@@ -310,9 +310,10 @@ def test_a_folder_that_is_seen_late_is_waited_for_and_the_save_succeeds(tmp_path
 
 
 @pytest.mark.parametrize("strategy", [MFSDPStrategy, MFSDPFabricStrategy])
-def test_the_option_is_a_duration(strategy: Any) -> None:
+@pytest.mark.parametrize("option", ["shared_folder_timeout", "timeout"])
+def test_the_option_is_a_duration(option: str, strategy: Any) -> None:
     assert strategy()._options.shared_folder_timeout == timedelta(seconds=30)
-    with pytest.raises(TypeError, match="shared_folder_timeout=30: expected a timedelta"):
-        strategy(shared_folder_timeout=30)
+    with pytest.raises(TypeError, match=f"^{option}=30: expected a timedelta"):
+        strategy(**{option: 30})
     with pytest.raises(ValueError, match="of at least 0 seconds"):
-        strategy(shared_folder_timeout=timedelta(seconds=-1))
+        strategy(**{option: timedelta(seconds=-1)})

@@ -24,7 +24,7 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["
 # Lightning under its other names, which LIGHTNING_MFSDP_NAMESPACE chooses.
 OTHER_NAMES = {"pytorch_lightning", "lightning_fabric"}
 # Imported where a user asks for what needs them, and the extra that brings them; Triton comes with PyTorch's builds for GPUs.
-OPTIONAL = {"matplotlib": "examples", "safetensors": "hf", "triton": None}
+OPTIONAL = {"matplotlib": "examples", "ray": "ray", "safetensors": "hf", "triton": None}
 # Found by name, not by an import statement.
 BY_NAME = {"transformers": "hf", "transformer_engine": "te"}
 
@@ -63,10 +63,10 @@ def test_every_optional_library_has_an_extra():
             assert library in map(module_of, PROJECT["optional-dependencies"][extra])
 
 
-def test_the_extra_all_has_every_library_that_pip_installs_anywhere():
+def test_the_extra_all_has_every_library_that_pip_installs_anywhere_but_ray():
     extras = PROJECT["optional-dependencies"]
     [everything] = extras["all"]
-    assert everything == f"lightning-mfsdp[{','.join(sorted(extras.keys() - {'all', 'te', 'test'}))}]"
+    assert everything == f"lightning-mfsdp[{','.join(sorted(extras.keys() - {'all', 'ray', 'te', 'test'}))}]"
 
 
 def test_every_public_room_is_imported_without_optional_libraries():

@@ -21,12 +21,13 @@ ROOMS = {
     "mtp",
     "ops",
     "optim",
+    "ray",
     "recompute",
     "te",
     "tensor_parallel",
 }
 # The Trainer's strategy needs the others.
-LAZY = {"callbacks", "fabric", "moe", "mtp", "ops", "optim"}
+LAZY = {"callbacks", "fabric", "moe", "mtp", "ops", "optim", "ray"}
 
 
 def in_a_fresh_interpreter(program: str) -> str:

@@ -1,4 +1,4 @@
-"""What ranks conclude from the end of a connection to rank 0: that it was killed, or nothing, if it had done what they do."""
+"""What ranks conclude from the end of rank 0, or of the relay: that it was killed, or nothing, if it had done what they do."""
 
 from __future__ import annotations
 
@@ -11,22 +11,27 @@ from typing import Any, ClassVar
 import pytest
 
 from lightning_mfsdp.launch import peers as of_peers
-from lightning_mfsdp.launch.peers import Peers, _connected_line, _Hub, _Line
+from lightning_mfsdp.launch import relay as of_relay
+from lightning_mfsdp.launch.peers import Peers
+from lightning_mfsdp.launch.relay import RELAY_KILLED, Line, Relay, connect
 from tests.helpers.distributed import run_distributed
 
 
 class Ranks:
-    """Rank 0 with the hub, and rank 1, in one process."""
+    """Ranks 0 and 1 of a host and its relay, in one process."""
 
     def __init__(self) -> None:
         listener = socket.create_server(("127.0.0.1", 0), backlog=2)
-        self.hub = _Hub(listener, 2, "token")
-        lines: list[_Line] = []
+        self.relay = Relay(listener, "token", "host", [0, 1], 2)
+        self.relay_thread = threading.Thread(target=self.relay.run, daemon=True)
+        self.relay_thread.start()
+        contact = (["127.0.0.1"], listener.getsockname()[1], "token")
+        lines: list[Line] = []
         for rank in range(2):
-            line = _connected_line(["127.0.0.1"], listener.getsockname()[1], "token", rank, ("host", f"{rank}"))
+            line = connect(contact, [rank], "host", contact)
             assert line is not None
             lines.append(line)
-        self.first = Peers(0, 2, lines[0], self.hub)
+        self.first = Peers(0, 2, lines[0])
         self.second = Peers(1, 2, lines[1])
         self.aborted = threading.Event()
         self.second.abort = self.abort
@@ -36,10 +41,20 @@ class Ranks:
         return True
 
     def first_is_gone(self) -> None:
-        """Its end of the connection; the other one has noticed."""
-        self.hub._lines[1].socket.shutdown(socket.SHUT_RDWR)
+        """Its process has ended, and the other rank has heard of it."""
+        self.first.is_closed = True  # it concludes nothing itself
+        self.first._line.socket.shutdown(socket.SHUT_RDWR)
+        self.heard(lambda: self.second._gone is not None or self.second.has_failed)
+
+    def relay_is_gone(self) -> None:
+        for line in list(self.relay._lines):
+            line.socket.shutdown(socket.SHUT_RDWR)
+        self.heard(lambda: self.second._gone is not None)
+
+    def heard(self, what: Callable[[], bool]) -> None:
+        """Wait for what rank 1 knows."""
         with self.second._changed:
-            while not self.second._rank0_is_gone:
+            while not what():
                 self.second._changed.wait(0.01)
 
 
@@ -61,6 +76,14 @@ def enter(*ranks: Peers) -> None:
 def leave(*ranks: Peers) -> None:
     for rank in ranks:
         rank.work_ends()
+
+
+def test_a_relay_that_is_killed_ends_what_works(ranks: Ranks) -> None:
+    """Nobody would be told of failures, and with it all processes of the host may have been killed."""
+    enter(ranks.first, ranks.second)
+    ranks.relay_is_gone()
+    assert ranks.aborted.wait(10)
+    assert ranks.second.failure_of_another == f"rank 0 failed: {RELAY_KILLED} (on host host)"
 
 
 def test_the_end_of_the_program_of_rank_0_is_no_failure_for_a_rank_that_is_done(ranks: Ranks) -> None:
@@ -195,19 +218,14 @@ def test_others_that_have_not_closed_theirs_yet_notice_nothing(
     assert not Timer.made
     assert not ranks.aborted.is_set()
     ranks.first.program_ends()  # and what rank 0 tells still comes
-    with ranks.second._changed:
-        while closed == 0 and not ranks.second._rank0_leaves:
-            assert ranks.second._changed.wait(10)
+    ranks.heard(lambda: closed == 1 or ranks.second._rank0_leaves)
 
 
-def test_the_hub_ends_with_the_last_end(ranks: Ranks) -> None:
-    hubs = [thread for thread in threading.enumerate() if getattr(thread, "_target", None) == ranks.hub._run]
+def test_the_relay_ends_with_the_last_rank(ranks: Ranks) -> None:
     ranks.first.close()
     ranks.second.close()
-    for thread in hubs:
-        thread.join(10)
-        assert not thread.is_alive()
-    assert len(hubs) == 1
+    ranks.relay_thread.join(10)
+    assert not ranks.relay_thread.is_alive()
 
 
 def test_a_rank_at_work_keeps_its_end_though_its_process_group_is_gone(ranks: Ranks) -> None:
@@ -219,27 +237,69 @@ def test_a_rank_at_work_keeps_its_end_though_its_process_group_is_gone(ranks: Ra
     assert ranks.aborted.wait(10)
 
 
-def bound_address(rank: int, world_size: int, boots: list[str]) -> str | None:
-    """Where rank 0 listens, of ranks with equal host names; the boot of each rank's machine is given."""
-    found: list[str] = []
-    create = socket.create_server
+def started_relay(rank: int, world_size: int, boots: list[str]) -> list[Any]:
+    """How this rank starts a relay, of ranks with equal host names; the boot of each rank's machine is given."""
+    started: list[Any] = []
+    start = of_relay.start
 
-    def noted(address: Any, **options: Any) -> socket.socket:
-        found.append(address[0])
-        return create(address, **options)
+    def noted(*args: Any, is_reachable: bool) -> tuple[int, str]:
+        started.extend([*args, is_reachable])
+        return start(*args, is_reachable=is_reachable)
 
     patch = pytest.MonkeyPatch()
     with patch.context() as patched:
-        patched.setattr(of_peers.socket, "create_server", noted)
+        patched.setattr(of_peers.relay, "start", noted)
         patched.setattr(of_peers.socket, "gethostname", lambda: "node")
         patched.setattr(of_peers.Path, "read_text", lambda _: boots[rank])
-        patched.setattr(of_peers, "addresses_of_host", lambda same_host: ["127.0.0.1"])  # this machine has one network
+        patched.setattr(of_peers, "addresses_of_host", lambda: ["127.0.0.1"])  # this machine has one network
         connected = Peers.connected()
     assert connected is not None
     connected.close()
-    return found[0] if found else None
+    return started
 
 
-@pytest.mark.parametrize(("boots", "address"), [(["a", "a"], "127.0.0.1"), (["a", "b"], "")])
-def test_equal_host_names_are_one_machine_only_with_one_boot(boots: list[str], address: str) -> None:
-    assert run_distributed(partial(bound_address, boots=boots), 2) == [address, None]
+@pytest.mark.parametrize(
+    ("boots", "relays"),
+    [
+        (["a", "a", "a"], [["node", [0, 1, 2], 3, False], [], []]),
+        (["a", "b", "b"], [["node", [0], 3, True], ["node", [1, 2], None, False], []]),
+    ],
+)
+def test_equal_host_names_are_one_machine_only_with_one_boot(boots: list[str], relays: list[Any]) -> None:
+    """A relay of several machines is reachable from others, and there is one on each."""
+    assert run_distributed(partial(started_relay, boots=boots), len(boots)) == relays
+
+
+def without_relay(rank: int, world_size: int, executable: str) -> list[str]:
+    """What rank 0 logs."""
+    logged: list[str] = []
+    patch = pytest.MonkeyPatch()
+    with patch.context() as patched:
+        patched.setattr(of_relay.sys, "executable", executable)
+        patched.setattr(of_peers._log, "warning", logged.append)
+        assert Peers.connected() is None
+    return logged
+
+
+@pytest.mark.parametrize("executable", ["/none", "/bin/false", "/bin/true"])
+def test_a_host_that_cannot_start_a_relay_has_no_channel(executable: str) -> None:
+    first, second = run_distributed(partial(without_relay, executable=executable), 2)
+    assert f"no relay process on host {socket.gethostname()} (" in first[0]
+    assert not second
+
+
+def beyond_reach(rank: int, world_size: int) -> list[str]:
+    logged: list[str] = []
+    patch = pytest.MonkeyPatch()
+    with patch.context() as patched:
+        patched.setattr(of_peers, "network_of_host", lambda: (f"node{rank // 2}",))
+        patched.setattr(of_peers, "addresses_of_host", lambda: ["127.0.0.2:no address"])
+        patched.setattr(of_peers._log, "warning", logged.append)
+        assert Peers.connected() is None
+    return logged
+
+
+def test_hosts_that_cannot_reach_the_first_one_are_named() -> None:
+    first, *others = run_distributed(beyond_reach, 4)
+    assert first[0].startswith("ranks [2, 3] cannot reach rank 0 at ")
+    assert others == [[], [], []]

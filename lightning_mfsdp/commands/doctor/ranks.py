@@ -17,7 +17,8 @@ from lightning_mfsdp.base.compat import Store
 from lightning_mfsdp.base.tables import number_ranges
 from lightning_mfsdp.commands.environment import environment
 from lightning_mfsdp.launch.checks import Finding
-from lightning_mfsdp.launch.peers import addresses_of_host, network_of_host, open_listener
+from lightning_mfsdp.launch.peers import addresses_of_host, network_of_host
+from lightning_mfsdp.launch.relay import open_listener
 
 __all__ = [
     "Exchange",
@@ -112,7 +113,7 @@ def facts_of_rank(device: torch.device, findings: Iterable[Finding]) -> RankFact
     return RankFacts(
         host=socket.gethostname(),
         network="\n".join(network_of_host()),
-        addresses=addresses_of_host(same_host=False),
+        addresses=addresses_of_host(),
         gpu=uuid,
         facts=environment(),
         findings=[(finding.what, finding.advice) for finding in findings],
@@ -183,9 +184,7 @@ def unreached(ranks: Sequence[RankFacts], exchange: Exchange, *, timeout_s: floa
     if len(firsts) == 1:
         return [[] for _ in ranks]
     is_first = exchange.rank in firsts
-    with open_listener(
-        same_host=False, backlog=len(firsts)
-    ) as listener:  # connections wait in its queue, and nothing has to accept them
+    with open_listener(is_reachable=True) as listener:  # connections wait in its queue, and nothing has to accept them
         ports: list[int] = exchange.gather(listener.getsockname()[1])
 
         def reaches(first: int) -> bool:

@@ -139,6 +139,8 @@ class Call:
     def watch_results(self, unit: Unit, results: list[Tensor]) -> None:
         """Have its backward begin with the first gradient of a result."""
         inputs, self.inputs = self.inputs, None  # hooks of the inputs hold the call
+        if self.in_transform:  # a backward outside of `vmap` goes through the graph of what is inside
+            results = [inner for tensor in results for inner in compat.at_all_levels(tensor)]
         for tensor in results:  # a comprehension costs host time, in every module
             if tensor.requires_grad:
                 break

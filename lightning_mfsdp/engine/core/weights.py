@@ -552,17 +552,25 @@ class Weights:
                     self._check_replaced(entry, table.get(key))
 
     def _check_replaced(self, entry: Entry, shown: object) -> None:
-        """Raise unless a tensor that is no parameter is shown in place of one: `torch.func.functional_call` computes with that."""
+        """Raise unless a plain tensor is shown in place of a parameter: `torch.func.functional_call` computes with that."""
         if isinstance(shown, Tensor) and not isinstance(shown, nn.Parameter):
-            return
+            if not any(isinstance(wrapped, DTensor) for wrapped in compat.at_all_levels(shown)[1:]):
+                return
+            problem = (
+                f"parameter {entry.name} is a sharded tensor inside a transform of torch.func (grad, vmap, jacrev), which computes with "
+                "plain tensors alone. Pass functional_call whole ones: {name: parameter.detach().full_tensor() for name, parameter in "
+                "module.named_parameters()}, on all ranks"
+            )
+        else:
+            problem = (
+                f"parameter {entry.name} was replaced after fully_shard (expected its sharded DTensor, got "
+                f"{_named(shown, entry)}), by load_state_dict(assign=True), an assignment, functional_call with parameters of another "
+                "module (pass their detach()), or a conversion such as half() or cpu(). Assign before fully_shard and copy values in place "
+                "afterwards; convert it back, or call unshard_model(module) on the root"
+            )
         self._show_at_rest()
         self.registered = False
-        raise EngineStateError(
-            f"{self.name}: parameter {entry.name} was replaced after fully_shard (expected its sharded DTensor, got "
-            f"{_named(shown, entry)}), by load_state_dict(assign=True), an assignment, functional_call with parameters of another module "
-            "(pass their detach()), or a conversion such as half() or cpu(). Assign before fully_shard and copy values in place "
-            "afterwards; convert it back, or call unshard_model(module) on the root"
-        )
+        raise EngineStateError(f"{self.name}: {problem}")
 
     def _show_at_rest(self) -> None:
         for entry in self._entries:
