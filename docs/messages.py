@@ -23,7 +23,7 @@ PAGE = DOCS / "reference/messages.md"
 SECTIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "Starting and stopping": (
         "troubleshooting.md#it-does-not-start",
-        ("launch", "ray.py", "_lightning_api.py", "engine/comm/process_groups.py"),
+        ("launch", "commands/doctor", "ray.py", "_lightning_api.py", "engine/comm/process_groups.py"),
     ),
     "Options of the strategies": ("quickstart.md", ("options",)),
     "Precision": (
@@ -77,6 +77,7 @@ READ_MORE: Mapping[str, str] = {
     "NormMonitor reads": "callbacks.md#norms-of-gradients-weights-and-updates",
     "torch.distributed has no process group, and this": "quickstart.md#without-lightning",
     "processes are connected but the Trainer": "quickstart.md#multiple-processes-and-nodes",
+    "for all checks": "doctor.md",
     "connecting the processes: rank": "troubleshooting.md#it-does-not-start",
     "cannot reach rank 0 at": "checkpoints.md#saving",
     "so the job is not in the queue again": "checkpoints.md#slurm",

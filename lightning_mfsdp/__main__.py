@@ -1,4 +1,4 @@
-"""`python -m lightning_mfsdp`, which is `lightning-mfsdp` too: tools for checkpoints, and for reports of defects."""
+"""`python -m lightning_mfsdp`, which is `lightning-mfsdp` too: tools for checkpoints, for hosts, and for reports of defects."""
 
 import sys
 

@@ -1,10 +1,10 @@
-"""Formats text for people: sizes with units, and aligned columns."""
+"""Formats text for people: sizes with units, numbers as ranges, and aligned columns."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 
-__all__ = ["readable_bytes", "table_lines"]
+__all__ = ["number_ranges", "readable_bytes", "table_lines"]
 
 
 def table_lines(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
@@ -15,6 +15,17 @@ def table_lines(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> li
         return cell.rjust(widths[column]) if column in right else cell.ljust(widths[column])
 
     return ["  ".join(padded(cell, column) for column, cell in enumerate(row)).rstrip() for row in rows]
+
+
+def number_ranges(numbers: Iterable[int]) -> str:
+    """Numbers as ranges, such as "0-3, 8"."""
+    ranges: list[list[int]] = []
+    for number in sorted(numbers):
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [number]
+        else:
+            ranges.append([number])
+    return ", ".join("-".join(map(str, ends)) for ends in ranges)
 
 
 def readable_bytes(size_bytes: int) -> str:

@@ -7,6 +7,7 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 
 from lightning_mfsdp.commands.checkpoint import add_checkpoint_commands
+from lightning_mfsdp.commands.doctor.command import add_doctor_command
 from lightning_mfsdp.commands.environment import add_environment_command
 
 __all__ = ["build_parser", "main"]
@@ -14,10 +15,13 @@ __all__ = ["build_parser", "main"]
 
 def build_parser() -> ArgumentParser:
     """The parser of all commands; `run` of what it returns is the function to call with it."""
-    parser = ArgumentParser(prog="lightning-mfsdp", description="Tools for checkpoints, and for reports of defects.")
+    parser = ArgumentParser(
+        prog="lightning-mfsdp", description="Tools for checkpoints, for hosts, and for reports of defects."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_checkpoint_commands(commands)
     add_environment_command(commands)
+    add_doctor_command(commands)
     return parser
 
 
@@ -28,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: `None`: those of the process.
 
     Returns:
-        The exit code: 0; 1 if a check found problems; 2 if a command failed, with one line on stderr that says why.
+        The exit code: 0; 1 if `checkpoint verify` or `doctor` found problems; 2 if a command failed, with one line on stderr that says why.
     """
     chosen = build_parser().parse_args(arguments)
     try:

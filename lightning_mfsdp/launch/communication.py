@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import socket
 import sys
 import threading
 import time
@@ -21,13 +22,23 @@ from torch.distributed.rendezvous import rendezvous
 from lightning_mfsdp._lightning_api import default_process_group_backend, init_dist_connection, reset_seed
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.kept_groups import kept
+from lightning_mfsdp.launch.checks import start_findings
 from lightning_mfsdp.launch.meeting import meet
 from lightning_mfsdp.launch.peers import Peers
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import ClusterEnvironment
 
-__all__ = ["all_gather", "barrier", "break_off", "broadcast", "connect", "peers", "set_world_ranks"]
+__all__ = [
+    "all_gather",
+    "barrier",
+    "break_off",
+    "broadcast",
+    "connect",
+    "peers",
+    "set_world_ranks",
+    "store_of_this_start",
+]
 
 T = TypeVar("T")
 
@@ -78,11 +89,14 @@ def connect(
             f"{type(environment).__name__}: {environment.world_size()} processes were started but the Trainer or Fabric was given "
             f"{world_size} (num_nodes x devices); make them agree"
         )
+    if not dist.is_initialized() and environment.local_rank() == 0:  # before they connect, which a finding may prevent
+        for finding in start_findings(device.type, world_size):
+            _log.warning(f"{socket.gethostname()}: {finding}. Run `lightning-mfsdp doctor` for all checks")
     reset_seed()
     backend = backend or default_process_group_backend(device)
     options: dict[str, Any] = {"timeout": timeout, "device_id": device if device.type == "cuda" else None}
     if not dist.is_initialized() and environment.world_size() > 1:
-        options["store"] = _store_of_this_start(environment, timeout or _MEETING_TIMEOUT)
+        options["store"] = store_of_this_start(environment, timeout or _MEETING_TIMEOUT)
     init_dist_connection(environment, backend, **options)
     if dist.get_world_size() != world_size:
         raise ValueError(
@@ -92,7 +106,7 @@ def connect(
     return backend
 
 
-def _store_of_this_start(environment: ClusterEnvironment, timeout: timedelta) -> compat.Store:
+def store_of_this_start(environment: ClusterEnvironment, timeout: timedelta) -> compat.Store:
     """Where the processes exchange addresses: it contains nothing of an earlier start of the same job. Collective."""
     os.environ["MASTER_ADDR"] = environment.main_address
     os.environ["MASTER_PORT"] = str(environment.main_port)

@@ -9,26 +9,41 @@ ranks have answered with it; a token of a dead process is never answered, and is
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 import uuid
 from datetime import timedelta
 
 from lightning_mfsdp.base.compat import PrefixStore, Store
+from lightning_mfsdp.base.tables import number_ranges
 
 __all__ = ["meet"]
 
+_log = logging.getLogger(__name__)
+
 _PAUSE_S = (0.001, 0.1)  # between two looks into the store: the first pause, and the longest
+_ANNOUNCE = timedelta(seconds=30)  # starts take that long where a node loads its libraries for the first time
 
 
-def meet(store: Store, rank: int, world_size: int, timeout: timedelta) -> PrefixStore:
+def meet(
+    store: Store, rank: int, world_size: int, timeout: timedelta, *, announce_after: timedelta = _ANNOUNCE
+) -> PrefixStore:
     """A part of `store` that only the ranks alive now use. Collective.
+
+    Args:
+        store: Which all ranks reach.
+        rank: Of this process.
+        world_size: How many ranks there are.
+        timeout: How long to wait for the others.
+        announce_after: When to log, once, which ranks have not come yet: rank 0 does, or the others if it is rank 0.
 
     Raises:
         TimeoutError: Some rank did not arrive in time; on rank 0 with their numbers.
     """
     common = PrefixStore("lightning_mfsdp/meeting", store)
     token = uuid.uuid4().hex
-    waiting = _Waiting(timeout, rank)
+    waiting = _Waiting(timeout, announce_after, rank)
     common.set(f"token/{rank}", token)
     if rank == 0:
         name = uuid.uuid4().hex
@@ -43,7 +58,7 @@ def meet(store: Store, rank: int, world_size: int, timeout: timedelta) -> Prefix
                 if other_token is not None and (other == 0 or common.check([f"answer/{other_token}/{name}"])):
                     absent.discard(other)
             if absent:
-                waiting.pause(f"ranks {sorted(absent)} of {world_size} did not come")
+                waiting.pause(f"ranks {number_ranges(absent)} of {world_size} did not come")
         for other_token in tokens.values():
             common.set(f"go/{other_token}", name)
         return PrefixStore(name, store)
@@ -53,7 +68,10 @@ def meet(store: Store, rank: int, world_size: int, timeout: timedelta) -> Prefix
         if name and name != last_name:
             common.set(f"answer/{token}/{name}", "here")
             last_name = name
-        waiting.pause("rank 0 did not come" if last_name is None else "rank 0 came, but not all others")
+        if last_name is None:
+            waiting.pause("rank 0 did not come")
+        else:
+            waiting.pause("rank 0 came, but not all others", announced=False)  # rank 0 knows which
     return PrefixStore(go, store)
 
 
@@ -65,13 +83,22 @@ def _read(store: Store, key: str) -> str | None:
 class _Waiting:
     """Short pauses that grow, up to a limit."""
 
-    def __init__(self, timeout: timedelta, rank: int) -> None:
+    def __init__(self, timeout: timedelta, announce_after: timedelta, rank: int) -> None:
         self._timeout_s, self._rank = timeout.total_seconds(), rank
-        self._until = time.monotonic() + self._timeout_s
+        self._began = time.monotonic()
+        self._until = self._began + self._timeout_s
+        self._announce_at = self._began + announce_after.total_seconds()
         self._pause_s = _PAUSE_S[0]
 
-    def pause(self, missing: str) -> None:
-        if time.monotonic() > self._until:
+    def pause(self, missing: str, *, announced: bool = True) -> None:
+        now = time.monotonic()
+        if announced and now >= self._announce_at:
+            self._announce_at = math.inf
+            _log.warning(
+                f"connecting the processes: rank {self._rank} has waited {now - self._began:.0f} s, and {missing} yet. It waits for "
+                f"{self._timeout_s:g} s in all. Look whether all nodes have started, and for the first error in the output of the others"
+            )
+        if now > self._until:
             raise TimeoutError(
                 f"connecting the processes: rank {self._rank} waited {self._timeout_s:g} s, and {missing}. Look for the first error in the "
                 "output of the others, and whether all reach MASTER_ADDR"

@@ -37,16 +37,15 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_mfsdp.launch import relay
+from lightning_mfsdp.launch.checks import files_needed
 from lightning_mfsdp.launch.relay import GRACE_S, RELAY_KILLED, Line
 
-__all__ = ["Peers"]
+__all__ = ["Peers", "addresses_of_host", "network_of_host"]
 
 _log = logging.getLogger(__name__)
 
 LEAVING_S = 30.0  # for ranks to end what they do, and their process groups, once rank 0 has ended; then what waits for it is aborted
 ENDING_S = 1.5  # for a process that is told of a failure to detect it by itself, or to report its own
-# That rank 0 and its relay may have open: those of a program, and those of connections to each other rank (3 were counted).
-_FILES, _FILES_PER_RANK = 1024, 8
 _SHOWN = 8  # ranks, in messages
 _LOOPBACK = ["127.0.0.1"]
 
@@ -94,7 +93,7 @@ class Peers:
     def connected(cls) -> Peers | None:
         """Connect all ranks of the default process group; `None` if that is not possible. Collective."""
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        network = _network_of_host()
+        network = network_of_host()
         networks = _of_all_ranks(network)
         own_ranks = [other for other in range(world_size) if networks[other] == network]
         relays = _of_all_ranks(_started_relay(network[0], own_ranks, world_size) if rank == own_ranks[0] else None)
@@ -362,10 +361,10 @@ def _started_relay(host: str, ranks: Sequence[int], world_size: int) -> tuple[li
         port, token = relay.start(host, ranks, world_size if is_first else None, is_reachable=is_reachable)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         return f"host {host} ({error})"
-    return _addresses() if is_reachable else _LOOPBACK, port, token
+    return addresses_of_host() if is_reachable else _LOOPBACK, port, token
 
 
-def _network_of_host() -> tuple[str, ...]:
+def network_of_host() -> tuple[str, ...]:
     """Equal for processes that reach each other over the loopback interface: one boot of one machine, and one network namespace of it.
 
     Host names alone do not tell: images may have a fixed one, and containers of one machine may have networks of their own.
@@ -382,7 +381,7 @@ def _network_of_host() -> tuple[str, ...]:
 def _allow_files(world_size: int) -> None:
     """Let rank 0 have as many files open as so many ranks need, if the system allows it: store, channel and groups take some for each."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = _FILES + _FILES_PER_RANK * world_size
+    needed = files_needed(world_size)
     if hard != resource.RLIM_INFINITY:
         needed = min(needed, hard)
     if soft != resource.RLIM_INFINITY and soft < needed:
@@ -392,7 +391,7 @@ def _allow_files(world_size: int) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-def _addresses() -> list[str]:
+def addresses_of_host() -> list[str]:
     """Addresses of IPv4 and IPv6 at which other hosts may reach this one, likely ones first."""
     main = os.environ.get("MASTER_ADDR", "192.0.2.1")
     addresses = []

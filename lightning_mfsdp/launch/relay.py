@@ -48,6 +48,7 @@ __all__ = [
     "Line",
     "Relay",
     "connect",
+    "open_listener",
     "start",
 ]
 
@@ -407,7 +408,7 @@ def start(host: str, ranks: Sequence[int], world_size: int | None, *, is_reachab
 def _main(host: str, ranks: Sequence[int], world_size: int | None, is_reachable: bool) -> None:
     for name in _IGNORED:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
-    listener = _listener(is_reachable)
+    listener = open_listener(is_reachable)
     token = uuid.uuid4().hex
     sys.stdout.write(json.dumps([listener.getsockname()[1], token]))
     sys.stdout.flush()
@@ -422,7 +423,7 @@ def _main(host: str, ranks: Sequence[int], world_size: int | None, is_reachable:
         Relay(listener, token, host, ranks, world_size).run()
 
 
-def _listener(is_reachable: bool) -> socket.socket:
+def open_listener(is_reachable: bool) -> socket.socket:
     """Where ranks and other relays connect: on the loopback interface, or on all of IPv4 and IPv6."""
     if not is_reachable:
         return socket.create_server(("127.0.0.1", 0), backlog=4096)

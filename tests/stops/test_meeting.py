@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -44,7 +45,16 @@ def test_words_of_the_dead_are_not_taken_for_those_of_the_living(last: str) -> N
 
 def test_who_did_not_come_is_named() -> None:
     store = HashStore()
-    with pytest.raises(TimeoutError, match=r"rank 0 waited 0.01 s, and ranks \[1, 2\] of 3 did not come"):
+    with pytest.raises(TimeoutError, match=r"rank 0 waited 0.01 s, and ranks 1-2 of 3 did not come"):
         meet(store, 0, 3, timedelta(seconds=0.01))
     with pytest.raises(TimeoutError, match=r"rank 1 waited 0.01 s, and rank 0 did not come"):
         meet(HashStore(), 1, 3, timedelta(seconds=0.01))
+
+
+@pytest.mark.parametrize(("rank", "missing"), [(0, "ranks 1-3 of 4"), (1, "rank 0")])
+def test_who_has_not_come_yet_is_announced_once(rank: int, missing: str, caplog: pytest.LogCaptureFixture) -> None:
+    store = HashStore()
+    with caplog.at_level(logging.WARNING), pytest.raises(TimeoutError):
+        meet(store, rank, 4, timedelta(seconds=0.05), announce_after=timedelta(0))
+    (message,) = caplog.messages
+    assert f"rank {rank} has waited 0 s, and {missing} did not come yet. It waits for 0.05 s in all" in message

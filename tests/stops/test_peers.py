@@ -251,7 +251,7 @@ def started_relay(rank: int, world_size: int, boots: list[str]) -> list[Any]:
         patched.setattr(of_peers.relay, "start", noted)
         patched.setattr(of_peers.socket, "gethostname", lambda: "node")
         patched.setattr(of_peers.Path, "read_text", lambda _: boots[rank])
-        patched.setattr(of_peers, "_addresses", lambda: ["127.0.0.1"])  # this machine has one network
+        patched.setattr(of_peers, "addresses_of_host", lambda: ["127.0.0.1"])  # this machine has one network
         connected = Peers.connected()
     assert connected is not None
     connected.close()
@@ -292,8 +292,8 @@ def beyond_reach(rank: int, world_size: int) -> list[str]:
     logged: list[str] = []
     patch = pytest.MonkeyPatch()
     with patch.context() as patched:
-        patched.setattr(of_peers, "_network_of_host", lambda: (f"node{rank // 2}",))
-        patched.setattr(of_peers, "_addresses", lambda: ["127.0.0.2:no address"])
+        patched.setattr(of_peers, "network_of_host", lambda: (f"node{rank // 2}",))
+        patched.setattr(of_peers, "addresses_of_host", lambda: ["127.0.0.2:no address"])
         patched.setattr(of_peers._log, "warning", logged.append)
         assert Peers.connected() is None
     return logged
