@@ -11,6 +11,7 @@ Ray is imported where it is used, which is in its workers.
 
 from __future__ import annotations
 
+import uuid
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -145,8 +146,9 @@ class RayReport(CheckpointCallback):
             return
         self._saved_step = step
         storage = ray.train.get_context().get_storage()
-        # A run that goes on from an earlier checkpoint replaces what it had saved of this step without reporting it.
-        path = storage.build_checkpoint_path_from_name(f"checkpoint_step={step}")
+        # Ray deletes what it no longer keeps, by name: a second fit, or a start that goes on from before, needs names of its own.
+        name = f"checkpoint_step={step}_{trainer.strategy.broadcast(uuid.uuid4().hex[:8])}"
+        path = storage.build_checkpoint_path_from_name(name)
         trainer.save_checkpoint(f"{_address(storage.storage_filesystem, path)}/{FILE}")
         assert isinstance(trainer.strategy, RayMFSDPStrategy)
         trainer.strategy.finish_saving()  # with async_save: Ray may delete earlier ones as soon as it knows of this one

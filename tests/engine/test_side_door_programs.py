@@ -16,7 +16,6 @@ STEPS = 4
 AS_IN_PYTORCH = {"write_in_forward_after_use", "step_between_forward_and_backward", "activation_written"}  # it raises
 # No hooks can be put around what a backward saves, or a forward in a transform.
 LOUD = {
-    "func_jvp_around": "a backward read its weight|modified by an inplace operation",
     "double_backward_to_input": "a backward read its weight .*create_graph=True",
 }
 

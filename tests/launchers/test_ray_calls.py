@@ -93,7 +93,8 @@ def fit(folder: Path, report: RayReport, epochs: int, ckpt_path: str | None = No
 
 
 def names(ray: Reports) -> list[str]:
-    return [Path(checkpoint.path).name for _, checkpoint in ray.reported]
+    """Without what makes each one's its own."""
+    return [Path(checkpoint.path).name.rpartition("_")[0] for _, checkpoint in ray.reported]
 
 
 @pytest.mark.parametrize("async_save", [False, True])
@@ -111,9 +112,21 @@ def test_a_resumed_run_reports_no_step_again_and_its_last_one(ray: Reports, tmp_
     fit(tmp_path, RayReport(every_n_train_steps=3), 1)
     assert names(ray) == ["checkpoint_step=3", "checkpoint_step=4"]
     path = reported_checkpoint()
-    assert path == str(tmp_path / "run" / "checkpoint_step=4" / "checkpoint.ckpt")
+    assert path == f"{ray.reported[-1][1].path}/checkpoint.ckpt"
+    assert Path(path).parent.parent == tmp_path / "run"
     fit(tmp_path, RayReport(every_n_train_steps=4), 2, ckpt_path=path)
     assert names(ray)[2:] == ["checkpoint_step=8"]
+
+
+def test_a_second_fit_writes_nothing_over_what_the_first_reported(ray: Reports, tmp_path: Path) -> None:
+    """Ray deletes by name what it no longer keeps."""
+    for _ in range(2):
+        fit(tmp_path, RayReport(), 1)
+    assert names(ray) == ["checkpoint_step=4"] * 2
+    first, second = (Path(checkpoint.path) for _, checkpoint in ray.reported)
+    assert first != second
+    assert (first / "checkpoint.ckpt").is_dir()
+    assert (second / "checkpoint.ckpt").is_dir()
 
 
 def test_another_strategy_is_refused(ray: Reports, tmp_path: Path) -> None:
