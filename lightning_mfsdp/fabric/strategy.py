@@ -192,7 +192,10 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
     def num_nodes(self) -> int:
         """Number of nodes of the run: Fabric's argument of this name, or that of an `ElasticEnvironment`."""
         environment = self.cluster_environment
-        return environment.num_nodes if isinstance(environment, ElasticEnvironment) else self._num_nodes
+        if isinstance(environment, ElasticEnvironment):
+            environment.refuse_other(self._num_nodes)
+            return environment.num_nodes
+        return self._num_nodes
 
     @property
     def num_processes(self) -> int:

@@ -52,3 +52,11 @@ class ElasticEnvironment(TorchElasticEnvironment):
     def num_nodes(self) -> int:
         """Of this start; torchrun starts all processes again when it changes."""
         return int(os.environ["GROUP_WORLD_SIZE"])
+
+    def refuse_other(self, num_nodes: int) -> None:
+        """Raise a ValueError if the Trainer or Fabric was given another number of nodes than its default, 1, or this one."""
+        if num_nodes not in (1, self.num_nodes):
+            raise ValueError(
+                f"num_nodes={num_nodes} beside ElasticEnvironment, which takes the number of nodes from torchrun, now {self.num_nodes}; "
+                "leave num_nodes out, or the plugin"
+            )

@@ -89,7 +89,10 @@ class ProcessStrategy(ParallelStrategy):
     def num_nodes(self, num_nodes: int) -> None:
         """The Trainer's; an `ElasticEnvironment`, which the Trainer sets before, knows better."""
         environment = self.cluster_environment
-        self._num_nodes = environment.num_nodes if isinstance(environment, ElasticEnvironment) else num_nodes
+        if isinstance(environment, ElasticEnvironment):
+            environment.refuse_other(num_nodes)
+            num_nodes = environment.num_nodes
+        self._num_nodes = num_nodes
 
     @property
     def num_processes(self) -> int:

@@ -192,6 +192,8 @@ def test_torchrun_says_how_many_nodes_the_trainer_has(monkeypatch: pytest.Monkey
     )
     fabric = Fabric(accelerator="cpu", devices=1, strategy=MFSDPFabricStrategy(), plugins=[ElasticEnvironment()])
     assert fabric.strategy.num_nodes == 4
+    with pytest.raises(ValueError, match=r"num_nodes=3 beside ElasticEnvironment, .* now 4"):
+        make_trainer("", 1, plugins=[ElasticEnvironment()], num_nodes=3)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setattr(rank_zero_only, "rank", 0)
     with pytest.warns(UserWarning, match="Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun"):

@@ -5,7 +5,7 @@
     nothing                         the next backward that communicates reduces it, as usual
 
 The sharded tensor that a program has kept of it becomes the gradient at the reduction. Of one that was cleared before, nothing
-is left: it raises, or is NaN where it is the memory of gradients that had been reduced earlier.
+is left: it raises, or is NaN from the next backward on where it is the memory of gradients that had been reduced earlier.
 
 Without it `.grad` would be `None`, what is held back could not be cleared, and one microbatch with NaN would reach the next step.
 """
@@ -35,7 +35,8 @@ class HeldBackGradient(Tensor):
     `parameters()` show a sharded tensor over it, which takes the gradient's rows in its place once it is used.
     """
 
-    _owner: tuple[weakref.ref[ParameterGroup], int] | None  # `None`: what it stood for was cleared
+    _owner: tuple[weakref.ref[ParameterGroup], int]
+    _is_cleared: bool  # what it stood for was cleared or replaced
 
     @staticmethod
     def of(group: ParameterGroup, index: int) -> HeldBackGradient:
@@ -44,14 +45,14 @@ class HeldBackGradient(Tensor):
         with torch.inference_mode(False), torch.no_grad():
             number = torch.zeros((), dtype=local.grad_dtype or local.dtype, device=local.device)
             gradient = compat.as_kind(HeldBackGradient, number.expand(local.shape))
-        gradient._owner = (weakref.ref(group), index)
+        gradient._owner, gradient._is_cleared = (weakref.ref(group), index), False
         return gradient
 
     def cleared(self) -> HeldBackGradient:
         """What takes its place with those who kept it when the gradient is cleared: it raises when it is used."""
         with torch.inference_mode(False), torch.no_grad(), compat.without_torch_function():
             gradient = compat.as_kind(HeldBackGradient, self.detach())
-        gradient._owner = None
+        gradient._owner, gradient._is_cleared = self._owner, True
         return gradient
 
     @classmethod
@@ -101,11 +102,11 @@ class HeldBackGradient(Tensor):
             local.grad.zero_()
 
     def _place(self) -> tuple[ParameterGroup, int]:
-        if self._owner is None:
-            raise EngineStateError(
-                f"a gradient of shape {tuple(self.shape)} is used that was held back under no_sync and was cleared or replaced before "
-                "ranks had reduced it, so its values are gone. Use it once before it is cleared: kept = parameter.grad * 1"
-            )
-        group = self._owner[0]()
+        group, index = self._owner[0](), self._owner[1]
         assert group is not None, "a parameter's gradient is read while its module exists"
-        return group, self._owner[1]
+        if self._is_cleared:
+            raise EngineStateError(
+                f"a gradient of parameter {group.entries[index].name} is used that was held back under no_sync and was cleared or replaced "
+                "before ranks had reduced it, so its values are gone. Use it once before it is cleared: kept = parameter.grad * 1"
+            )
+        return group, index
