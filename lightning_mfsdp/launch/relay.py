@@ -37,8 +37,8 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import IO, Any
 
 __all__ = [
     "GRACE_S",
@@ -257,10 +257,17 @@ class Relay:
         host: Name of this one.
         ranks: Of this host.
         world_size: Number of ranks; `None`: this is not the first host.
+        starter: Ends with the process that has started the relay, or once that one waits for no ranks to connect.
     """
 
     def __init__(
-        self, listener: socket.socket, token: str, host: str, ranks: Sequence[int], world_size: int | None = None
+        self,
+        listener: socket.socket,
+        token: str,
+        host: str,
+        ranks: Sequence[int],
+        world_size: int | None = None,
+        starter: IO[bytes] | None = None,
     ) -> None:
         self._token, self._host, self._ranks = token, host, ranks
         self._hub = None if world_size is None else Hub(world_size, self._announce)
@@ -270,6 +277,8 @@ class Relay:
         self._has_warned = False
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, None)
+        if starter is not None:
+            self._selector.register(starter, selectors.EVENT_READ, starter)
 
     def run(self) -> None:
         """Pass on messages until the ranks of this host have left.
@@ -292,8 +301,12 @@ class Relay:
             for key, _ in self._selector.select(None if wake_at is None else max(wake_at - time.monotonic(), 0)):
                 if key.data is None:
                     self._accept(key.fileobj)  # type: ignore[arg-type]
-                else:
+                elif isinstance(key.data, Line):
                     self._read(key.data)
+                else:
+                    self._selector.unregister(key.fileobj)
+                    key.data.close()
+                    until = time.monotonic()  # no rank comes any more, unless some have
             if self._hub is not None and self._hub.decide_at is not None and time.monotonic() >= self._hub.decide_at:
                 self._hub.decide()
         for file in [key.fileobj for key in self._selector.get_map().values()]:
@@ -430,8 +443,11 @@ def _welcome(connection: socket.socket) -> dict[str, Any]:
         return {}
 
 
-def start(host: str, ranks: Sequence[int], world_size: int | None, *, is_reachable: bool) -> tuple[int, str]:
+@contextlib.contextmanager
+def start(host: str, ranks: Sequence[int], world_size: int | None, *, is_reachable: bool) -> Iterator[tuple[int, str]]:
     """Start the relay of this host. Its process is no child of this one.
+
+    It ends with the context, or with this process, unless a rank of this host has connected by then: it then ends with the last of them.
 
     Args:
         host: Name of this one.
@@ -439,17 +455,27 @@ def start(host: str, ranks: Sequence[int], world_size: int | None, *, is_reachab
         world_size: Number of ranks; `None`: this is not the first host.
         is_reachable: Other hosts will connect to it.
 
-    Returns:
+    Yields:
         Its port and its token.
 
     Raises:
         OSError, subprocess.SubprocessError: No process could be started, or it ended.
     """
+    if not sys.executable:  # of an interpreter that another program has embedded
+        raise OSError("sys.executable is not known")
     options = json.dumps([host, list(ranks), world_size, is_reachable])
     # Without site-packages: an interpreter starts faster, and what they have it execute stays out.
     command = [sys.executable, "-S", os.path.abspath(__file__), options]
-    port, token = json.loads(subprocess.run(command, stdout=subprocess.PIPE, timeout=_STARTED_S, check=True).stdout)
-    return port, token
+    reader, writer = os.pipe()
+    try:
+        try:
+            done = subprocess.run(command, stdin=reader, stdout=subprocess.PIPE, timeout=_STARTED_S, check=True)
+        finally:
+            os.close(reader)
+        port, token = json.loads(done.stdout)
+        yield port, token
+    finally:
+        os.close(writer)
 
 
 def _main(host: str, ranks: Sequence[int], world_size: int | None, is_reachable: bool) -> None:
@@ -463,11 +489,12 @@ def _main(host: str, ranks: Sequence[int], world_size: int | None, is_reachable:
         os._exit(0)
     os.setsid()
     os.chdir("/")
+    starter = os.fdopen(os.dup(0), "rb")
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
     with contextlib.suppress(FirstHostError):  # rank 0 warns of it
-        Relay(listener, token, host, ranks, world_size).run()
+        Relay(listener, token, host, ranks, world_size, starter).run()
 
 
 def open_listener(is_reachable: bool) -> socket.socket:

@@ -298,9 +298,9 @@ def test_a_stopped_rank_that_had_started_the_relay_delays_nothing_and_is_not_nam
 
 
 def test_signals_to_all_processes_of_a_job_do_not_end_a_relay() -> None:
-    port, token = of_relay.start("node", [0], 1, is_reachable=False)
-    contact = [LOOPBACK, port, token]
-    line = connect(contact, [0], "node", contact)
+    with of_relay.start("node", [0], 1, is_reachable=False) as (port, token):
+        contact = [LOOPBACK, port, token]
+        line = connect(contact, [0], "node", contact)
     assert line is not None
     (relay,) = (
         int(folder.name)
@@ -317,6 +317,46 @@ def test_signals_to_all_processes_of_a_job_do_not_end_a_relay() -> None:
     while Path(f"/proc/{relay}/fd").exists() and sockets_of(Path(f"/proc/{relay}")):
         assert time.monotonic() < until, "it stays without ranks"
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("ended", ["process", "context"])
+def test_a_relay_to_which_no_rank_has_connected_ends_with_what_started_it(ended: str) -> None:
+    """Its output is that of the rank: who reads it waits for its end."""
+    script = f"""import os
+from channel import loaded_relay
+relay = loaded_relay()
+with relay.start("node", [0], 1, is_reachable=False) as (port, token):
+    {"os._exit(7)" if ended == "process" else "pass"}
+os._exit(7)
+"""
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", script],
+        stderr=subprocess.PIPE,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+    )
+    assert (done.returncode, done.stderr) == (7, b"")
+
+
+@pytest.mark.parametrize("closed", ["", "os.close(0)", "os.close(0); os.close(1)"])
+def test_a_rank_without_standard_files_has_a_relay(closed: str) -> None:
+    script = f"""import os
+from channel import LOOPBACK, loaded_relay, wait_for
+relay = loaded_relay()
+{closed}
+with relay.start("node", [0], 1, is_reachable=False) as (port, token):
+    contact = [LOOPBACK, port, token]
+    line = relay.connect(contact, [0], "node", contact)
+line.send({{"at work": True}})
+wait_for([line], "at work")
+"""
+    subprocess.run(
+        [sys.executable, "-S", "-c", script],
+        timeout=60,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+    )
 
 
 def sockets_of(folder: Path) -> set[str]:
