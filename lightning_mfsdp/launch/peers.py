@@ -96,18 +96,21 @@ class Peers:
         network = network_of_host()
         networks = _of_all_ranks(network)
         own_ranks = [other for other in range(world_size) if networks[other] == network]
-        relays = _of_all_ranks(_started_relay(network[0], own_ranks, world_size) if rank == own_ranks[0] else None)
-        unstarted = [contact for contact in relays if isinstance(contact, str)]
-        if unstarted:
-            if rank == 0:
-                _log.warning(
-                    f"no relay process on {', '.join(unstarted[:_SHOWN])}: where one rank fails, others may wait for it, and SIGTERM must "
-                    "reach all. Let processes start sys.executable"
-                )
-            return None
-        _, port, token = relays[own_ranks[0]]
-        line = relay.connect((_LOOPBACK, port, token), [rank], network[0], relays[0])
-        unreached = [other for other, misses in enumerate(_of_all_ranks(line is None)) if misses]
+        with contextlib.ExitStack() as connecting:  # a relay ends after it if no rank has connected
+            relays = _of_all_ranks(
+                _started_relay(connecting, network[0], own_ranks, world_size) if rank == own_ranks[0] else None
+            )
+            unstarted = [contact for contact in relays if isinstance(contact, str)]
+            if unstarted:
+                if rank == 0:
+                    _log.warning(
+                        f"no relay process on {', '.join(unstarted[:_SHOWN])}: where one rank fails, others may wait for it, and SIGTERM "
+                        "must reach all. Let processes start sys.executable"
+                    )
+                return None
+            _, port, token = relays[own_ranks[0]]
+            line = relay.connect((_LOOPBACK, port, token), [rank], network[0], relays[0])
+            unreached = [other for other, misses in enumerate(_of_all_ranks(line is None)) if misses]
         if line is None or unreached:
             if line is not None:
                 line.socket.close()
@@ -351,14 +354,18 @@ def _of_all_ranks(of_this_rank: Any) -> list[Any]:
     return objects
 
 
-def _started_relay(host: str, ranks: Sequence[int], world_size: int) -> tuple[list[str], int, str] | str:
+def _started_relay(
+    connecting: contextlib.ExitStack, host: str, ranks: Sequence[int], world_size: int
+) -> tuple[list[str], int, str] | str:
     """Start the relay of this host, from the lowest of its ranks: addresses for other hosts, port and token, or why there is none."""
     is_first = ranks[0] == 0
     is_reachable = is_first and len(ranks) < world_size
     if is_first:
         _allow_files(world_size)
     try:
-        port, token = relay.start(host, ranks, world_size if is_first else None, is_reachable=is_reachable)
+        port, token = connecting.enter_context(
+            relay.start(host, ranks, world_size if is_first else None, is_reachable=is_reachable)
+        )
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         return f"host {host} ({error})"
     return addresses_of_host() if is_reachable else _LOOPBACK, port, token

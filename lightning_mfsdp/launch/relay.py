@@ -37,8 +37,8 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import IO, Any
 
 __all__ = [
     "GRACE_S",
@@ -62,23 +62,32 @@ _ADDRESS_S = 20.0  # to connect to one address of the first host
 _STARTED_S = 120.0  # for a relay to start, on a busy host
 _UNUSED_S = 2 * _STARTED_S  # then a relay ends whose ranks did not come: they do once all relays have started
 _LOST = frozenset((errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN))
+_GREETING_S = 10.0  # for what has connected to send its token: ranks and relays do so at once
+_GREETING_BYTES = 16 << 10  # of that message: ranks of a host, and addresses of the first one
+_LINE_BYTES = 16 << 20  # of any other message, which has a token's holder behind it
+_STRANGERS = 128  # connections that have not sent the token
 _TOLD = 16  # different failures that are announced; the ranks of each are complete
 _KILLED = "its process ended, perhaps killed"
 RELAY_KILLED = "the relay process of its host ended, perhaps killed with all others of that host"
 _IGNORED = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGTSTP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 
 
+class FirstHostError(ConnectionError):
+    """A relay cannot connect to that of the first host."""
+
+
 class Line:
     """Messages over a socket: a JSON object in each line.
 
     Attributes:
+        max_bytes: Of a message. A longer one ends the connection.
         ranks: That the other end speaks for. Of a relay: those of its host.
         host: Name of the other end's.
         is_lost: The connection has ended because the other host did not answer.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.socket = connection
+    def __init__(self, connection: socket.socket, max_bytes: int = _LINE_BYTES) -> None:
+        self.socket, self.max_bytes = connection, max_bytes
         self.ranks: Sequence[int] = ()
         self.host = ""
         self.is_lost = False
@@ -102,14 +111,22 @@ class Line:
         if not data:
             return None
         *lines, self._incomplete = (self._incomplete + data).split(b"\n")
-        try:
-            return [dict(json.loads(line)) for line in lines]
-        except (ValueError, TypeError):  # another program has connected, which may be anything
+        if max(map(len, (*lines, self._incomplete))) > self.max_bytes:
             return None
+        messages = [_parsed(line) for line in lines]
+        return None if None in messages else [message for message in messages if message is not None]
 
     def _note_end(self, error: OSError) -> None:
         """The kernel reports why a connection ended only once."""
         self.is_lost = self.is_lost or error.errno in _LOST
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """The message of a line; `None` if it has none: another program may have connected, and sent anything."""
+    try:
+        return dict(json.loads(line))
+    except (ValueError, TypeError, RecursionError, MemoryError):
+        return None
 
 
 class Hub:
@@ -240,23 +257,34 @@ class Relay:
         host: Name of this one.
         ranks: Of this host.
         world_size: Number of ranks; `None`: this is not the first host.
+        starter: Ends with the process that has started the relay, or once that one waits for no ranks to connect.
     """
 
     def __init__(
-        self, listener: socket.socket, token: str, host: str, ranks: Sequence[int], world_size: int | None = None
+        self,
+        listener: socket.socket,
+        token: str,
+        host: str,
+        ranks: Sequence[int],
+        world_size: int | None = None,
+        starter: IO[bytes] | None = None,
     ) -> None:
         self._token, self._host, self._ranks = token, host, ranks
         self._hub = None if world_size is None else Hub(world_size, self._announce)
         self._first: Line | None = None  # the relay of the first host, once a rank has said where that is
         self._lines: list[Line] = []  # to ranks of this host, and from relays of others
+        self._strangers: dict[Line, float] = {}  # that have not sent the token, oldest first, and until when they may
+        self._has_warned = False
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, None)
+        if starter is not None:
+            self._selector.register(starter, selectors.EVENT_READ, starter)
 
     def run(self) -> None:
         """Pass on messages until the ranks of this host have left.
 
         Raises:
-            ConnectionError: The first host cannot be reached. The ranks of this one see that their connections end.
+            FirstHostError: The first host cannot be reached. The ranks of this one see that their connections end.
         """
         until = time.monotonic() + _UNUSED_S
         own_ranks = set(self._ranks)
@@ -267,12 +295,18 @@ class Relay:
             decide_at = None if self._hub is None else self._hub.decide_at
             if not is_used and decide_at is None and (has_begun or time.monotonic() >= until):
                 break
-            wake_at = decide_at if decide_at is not None else None if has_begun else until
+            self._close_strangers()
+            times = [decide_at] if decide_at is not None else [] if has_begun else [until]
+            wake_at = min([*times, *self._strangers.values()], default=None)
             for key, _ in self._selector.select(None if wake_at is None else max(wake_at - time.monotonic(), 0)):
                 if key.data is None:
                     self._accept(key.fileobj)  # type: ignore[arg-type]
-                else:
+                elif isinstance(key.data, Line):
                     self._read(key.data)
+                else:
+                    self._selector.unregister(key.fileobj)
+                    key.data.close()
+                    until = time.monotonic()  # no rank comes any more, unless some have
             if self._hub is not None and self._hub.decide_at is not None and time.monotonic() >= self._hub.decide_at:
                 self._hub.decide()
         for file in [key.fileobj for key in self._selector.get_map().values()]:
@@ -283,13 +317,25 @@ class Relay:
         try:
             connection, _ = listener.accept()
         except OSError as error:  # perhaps it has too many files open; the other end waits, and it is tried again
-            _log.warning(
-                f"the relay of host {self._host} cannot accept another connection: {error}. If too many files are open, raise `ulimit -n`"
-            )
+            if not self._has_warned:
+                _log.warning(
+                    f"the relay of host {self._host} cannot accept another connection: {error}. If too many files are open, raise "
+                    "`ulimit -n`"
+                )
+            self._has_warned = True
             time.sleep(0.1)
             return
         _end_if_unanswered(connection)
-        self._selector.register(connection, selectors.EVENT_READ, Line(connection))
+        stranger = Line(connection, _GREETING_BYTES)
+        self._strangers[stranger] = time.monotonic() + _GREETING_S
+        self._selector.register(connection, selectors.EVENT_READ, stranger)
+
+    def _close_strangers(self) -> None:
+        """Close connections that have not sent the token in time, and the oldest of too many."""
+        excess = len(self._strangers) - _STRANGERS
+        for index, (line, until) in enumerate(list(self._strangers.items())):
+            if index < excess or time.monotonic() >= until:
+                self._ended(line)
 
     def _read(self, line: Line) -> None:
         messages = line.receive()
@@ -299,20 +345,23 @@ class Relay:
         for message in messages:
             if line is self._first:
                 self._announce(message)
-            elif not line.ranks:
+            elif line in self._strangers:
+                if message.get("token") != self._token:
+                    self._ended(line)
+                    return
                 self._greet(line, message)
             else:
                 self._pass_on(message.pop("rank", line.ranks[0]), message)
 
     def _greet(self, line: Line, message: Mapping[str, Any]) -> None:
-        """The first message of a rank, or of another host's relay."""
-        if message.get("token") != self._token:
-            return
+        """The first message of a rank, or of another host's relay. It has the token."""
+        del self._strangers[line]
+        line.max_bytes = _LINE_BYTES
         if self._hub is None and self._first is None:
             self._first = connect(message["first"], self._ranks, self._host)
             if self._first is None:
                 addresses, port, _ = message["first"]
-                raise ConnectionError(
+                raise FirstHostError(
                     f"host {self._host} cannot reach the first host at {addresses}, port {port}. Have the firewall let it through"
                 )
             self._selector.register(self._first.socket, selectors.EVENT_READ, self._first)
@@ -334,6 +383,7 @@ class Relay:
 
     def _ended(self, line: Line) -> None:
         """A connection has ended: a rank's process has, or another host's relay, or the host is lost."""
+        self._strangers.pop(line, None)
         self._selector.unregister(line.socket)
         line.socket.close()
         what = unanswered(line.host) if line.is_lost else RELAY_KILLED
@@ -373,9 +423,9 @@ def connect(contact: Sequence[Any], ranks: Sequence[int], host: str, first: Sequ
             continue
         line = Line(connection)
         line.send({"hello": ranks, "token": token, "host": host, "first": first})
-        answer = line.receive()
-        if answer and answer[0].get("welcome") == token:
-            line.host, line.ranks = answer[0]["host"], answer[0]["ranks"]
+        answer = _welcome(connection)
+        if answer.get("welcome") == token:
+            line.host, line.ranks = answer["host"], answer["ranks"]
             connection.settimeout(None)
             _end_if_unanswered(connection)
             return line
@@ -383,8 +433,21 @@ def connect(contact: Sequence[Any], ranks: Sequence[int], host: str, first: Sequ
     return None
 
 
-def start(host: str, ranks: Sequence[int], world_size: int | None, *, is_reachable: bool) -> tuple[int, str]:
+def _welcome(connection: socket.socket) -> dict[str, Any]:
+    """The first message received, or an empty one. What follows it stays in the socket, for a selector to see."""
+    try:
+        with connection.makefile("rb", buffering=0) as unbuffered:
+            return _parsed(unbuffered.readline(_LINE_BYTES)) or {}
+    except OSError:
+        _log.debug("a relay has not answered", exc_info=True)
+        return {}
+
+
+@contextlib.contextmanager
+def start(host: str, ranks: Sequence[int], world_size: int | None, *, is_reachable: bool) -> Iterator[tuple[int, str]]:
     """Start the relay of this host. Its process is no child of this one.
+
+    It ends with the context, or with this process, unless a rank of this host has connected by then: it then ends with the last of them.
 
     Args:
         host: Name of this one.
@@ -392,17 +455,27 @@ def start(host: str, ranks: Sequence[int], world_size: int | None, *, is_reachab
         world_size: Number of ranks; `None`: this is not the first host.
         is_reachable: Other hosts will connect to it.
 
-    Returns:
+    Yields:
         Its port and its token.
 
     Raises:
         OSError, subprocess.SubprocessError: No process could be started, or it ended.
     """
+    if not sys.executable:  # of an interpreter that another program has embedded
+        raise OSError("sys.executable is not known")
     options = json.dumps([host, list(ranks), world_size, is_reachable])
     # Without site-packages: an interpreter starts faster, and what they have it execute stays out.
     command = [sys.executable, "-S", os.path.abspath(__file__), options]
-    port, token = json.loads(subprocess.run(command, stdout=subprocess.PIPE, timeout=_STARTED_S, check=True).stdout)
-    return port, token
+    reader, writer = os.pipe()
+    try:
+        try:
+            done = subprocess.run(command, stdin=reader, stdout=subprocess.PIPE, timeout=_STARTED_S, check=True)
+        finally:
+            os.close(reader)
+        port, token = json.loads(done.stdout)
+        yield port, token
+    finally:
+        os.close(writer)
 
 
 def _main(host: str, ranks: Sequence[int], world_size: int | None, is_reachable: bool) -> None:
@@ -416,11 +489,12 @@ def _main(host: str, ranks: Sequence[int], world_size: int | None, is_reachable:
         os._exit(0)
     os.setsid()
     os.chdir("/")
+    starter = os.fdopen(os.dup(0), "rb")
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
-    with contextlib.suppress(ConnectionError):  # rank 0 warns of it
-        Relay(listener, token, host, ranks, world_size).run()
+    with contextlib.suppress(FirstHostError):  # rank 0 warns of it
+        Relay(listener, token, host, ranks, world_size, starter).run()
 
 
 def open_listener(is_reachable: bool) -> socket.socket:

@@ -47,7 +47,7 @@ class SecondSigterm:
     def __init__(self, handler: Callable[[int, FrameType | None], None], *, tells: bool) -> None:
         self._handler, self._tells = handler, tells
         self._is_armed = False
-        self._closed = threading.Event()
+        self._closed, self._has_read = threading.Event(), threading.Event()
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         others = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
@@ -63,14 +63,22 @@ class SecondSigterm:
         with contextlib.suppress(OSError):  # nothing reads any more
             self._writer.send(bytes([signal.SIGTERM]))
 
+    def release(self) -> None:
+        """Note no further SIGTERM, and give the wakeup file descriptor back. What was noted is armed in time, unless the handler changes.
+
+        Called in the main thread.
+        """
+        self._leave_wakeup_fd()
+        self._writer.shutdown(socket.SHUT_WR)  # ends the reading, also while a fork has a copy of this end
+        self._has_read.wait()
+        self._writer.close()
+        self._reader.close()
+
     def close(self) -> None:
         """Take back all of it but the kernel's action, which the next handler replaces. Called in the main thread."""
         self._closed.set()
-        self._leave_wakeup_fd()
-        self._writer.shutdown(socket.SHUT_WR)  # ends the thread, also while a fork has a copy of this end
+        self.release()
         self._thread.join()
-        self._writer.close()
-        self._reader.close()
         if self._is_armed:
             faulthandler.unregister(signal.SIGTERM)
 
@@ -87,9 +95,11 @@ class SecondSigterm:
             self._reader.close()
 
     def _run(self) -> None:
-        while signal.SIGTERM not in (numbers := self._reader.recv(4096)):
-            if not numbers:
-                return
+        while (numbers := self._reader.recv(4096)) and signal.SIGTERM not in numbers:
+            pass
+        self._has_read.set()
+        if not numbers:
+            return
         if not self._closed.wait(SECOND_S) and signal.getsignal(signal.SIGTERM) == self._handler:
             self._arm()
 
@@ -98,6 +108,7 @@ class SecondSigterm:
         set_action = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)(
             ("PyOS_setsig", ctypes.pythonapi)
         )
+        faulthandler.unregister(signal.SIGTERM)  # the program's own registration would stay, and chain to its handler
         set_action(signal.SIGTERM, None)
         # Of the main thread alone: others may change their stacks while these are read.
         faulthandler.register(signal.SIGTERM, file=_STDERR, all_threads=False, chain=True)

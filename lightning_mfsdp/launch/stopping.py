@@ -110,6 +110,9 @@ class Stopping:
         if (
             stopped
         ):  # this process ends, and SIGTERM that belongs to the first must not kill it; Lightning restores the handlers
+            if self._second is not None:  # the program may catch the exception and go on
+                self._second.release()
+                self._second = None
             return
         if self._second is not None:
             self._second.close()

@@ -19,8 +19,9 @@ def say(what: object) -> None:
 
 if __name__ == "__main__":
     relay = loaded_relay()
-    contact = [LOOPBACK, *relay.start("node", [0, 1, 2], 3, is_reachable=False)]
-    line = relay.connect(contact, [0], "node", contact)
+    with relay.start("node", [0, 1, 2], 3, is_reachable=False) as (port, token):
+        contact = [LOOPBACK, port, token]
+        line = relay.connect(contact, [0], "node", contact)
     line.send({"at work": True})
     say(contact)
     say(wait_for([line], "apart"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, ClassVar
 
@@ -242,7 +243,7 @@ def started_relay(rank: int, world_size: int, boots: list[str]) -> list[Any]:
     started: list[Any] = []
     start = of_relay.start
 
-    def noted(*args: Any, is_reachable: bool) -> tuple[int, str]:
+    def noted(*args: Any, is_reachable: bool) -> AbstractContextManager[tuple[int, str]]:
         started.extend([*args, is_reachable])
         return start(*args, is_reachable=is_reachable)
 
@@ -270,7 +271,7 @@ def test_equal_host_names_are_one_machine_only_with_one_boot(boots: list[str], r
     assert run_distributed(partial(started_relay, boots=boots), len(boots)) == relays
 
 
-def without_relay(rank: int, world_size: int, executable: str) -> list[str]:
+def without_relay(rank: int, world_size: int, executable: str | None) -> list[str]:
     """What rank 0 logs."""
     logged: list[str] = []
     patch = pytest.MonkeyPatch()
@@ -281,7 +282,7 @@ def without_relay(rank: int, world_size: int, executable: str) -> list[str]:
     return logged
 
 
-@pytest.mark.parametrize("executable", ["/none", "/bin/false", "/bin/true"])
+@pytest.mark.parametrize("executable", [None, "/none", "/bin/false", "/bin/true"])
 def test_a_host_that_cannot_start_a_relay_has_no_channel(executable: str) -> None:
     first, second = run_distributed(partial(without_relay, executable=executable), 2)
     assert f"no relay process on host {socket.gethostname()} (" in first[0]

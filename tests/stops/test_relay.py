@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -159,7 +160,8 @@ def test_a_relay_says_so_and_accepts_later_where_too_many_files_are_open(
     with socket.create_server(("127.0.0.1", 0)) as listener:
         relay = Relay(listener, "token", "node7", [0], 1)
         relay._accept(Full())  # type: ignore[arg-type]
-        assert "host node7 cannot accept another connection: [Errno 24] Too many open files" in caplog.text
+        relay._accept(Full())  # type: ignore[arg-type]
+        assert caplog.text.count("host node7 cannot accept another connection: [Errno 24] Too many open files") == 1
         with socket.create_connection(listener.getsockname()):
             relay._accept(listener)
         for key in list(relay._selector.get_map().values()):
@@ -177,6 +179,81 @@ def test_another_program_that_connects_is_not_taken_for_a_rank(tree: Tree) -> No
             other.sendall(message)
     tree.lines[2].socket.close()
     assert tree.told([0, 1, 3, 4, 5])["apart"][0]["ranks"] == [2]
+
+
+def stranger(tree: Tree, message: bytes = b"") -> socket.socket:
+    """Another program that has connected to the first host's relay, and sent this."""
+    other = socket.create_connection(("127.0.0.1", tree.lines[0].socket.getpeername()[1]), timeout=30)
+    other.sendall(message)
+    return other
+
+
+def is_closed(other: socket.socket) -> bool:
+    """Whether the relay closes the connection."""
+    try:
+        return other.recv(1) == b""
+    except ConnectionResetError:  # with bytes unread
+        return True
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"[" * 100_000 + b"\n",
+        b"[" * 8_000 + b"\n",
+        b"x" * 1_000_000,
+        b"[1]\n",
+        b'{"hello": [0], "host": "x", "token": "?", "first": null}\n',
+    ],
+    ids=["deep and long", "deep", "endless", "no object", "wrong token"],
+)
+def test_what_has_no_token_is_closed_and_ends_nothing(tree: Tree, message: bytes) -> None:
+    with stranger(tree) as other:
+        with contextlib.suppress(ConnectionError):  # closed before all was sent
+            other.sendall(message)
+        assert is_closed(other)
+    tree.lines[2].socket.close()
+    assert tree.told([0, 1, 3, 4, 5])["apart"][0]["ranks"] == [2]
+
+
+def test_what_sends_nothing_is_closed(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(of_relay, "_GREETING_S", 0.05)
+    with stranger(tree) as other:
+        assert is_closed(other)
+
+
+def test_of_many_that_send_nothing_the_oldest_are_closed(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(of_relay, "_STRANGERS", 2)
+    others = [stranger(tree) for _ in range(4)]
+    assert all(is_closed(other) for other in others[:2])
+    assert len(tree.relays["a"]._strangers) == 2
+    for other in others:
+        other.close()
+
+
+def test_a_welcome_in_pieces_is_read_whole_and_what_follows_it_stays() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            other, _ = listener.accept()
+            with other:
+                other.recv(65536)
+                other.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                welcome = json.dumps({"welcome": "token", "host": "node", "ranks": [0]}).encode()
+                for piece in (welcome[:9], welcome[9:] + b'\n{"at work": true}\n{"rep', b'ort": true}\n'):
+                    other.sendall(piece)
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        line = connect([LOOPBACK, listener.getsockname()[1], "token"], [0], "node")
+        thread.join(30)
+    assert line is not None
+    assert (line.host, line.ranks) == ("node", [0])
+    received: list[Any] = []
+    while (messages := line.receive()) is not None:
+        received += messages
+    assert received == [{"at work": True}, {"report": True}]
+    line.socket.close()
 
 
 @pytest.fixture
@@ -221,9 +298,9 @@ def test_a_stopped_rank_that_had_started_the_relay_delays_nothing_and_is_not_nam
 
 
 def test_signals_to_all_processes_of_a_job_do_not_end_a_relay() -> None:
-    port, token = of_relay.start("node", [0], 1, is_reachable=False)
-    contact = [LOOPBACK, port, token]
-    line = connect(contact, [0], "node", contact)
+    with of_relay.start("node", [0], 1, is_reachable=False) as (port, token):
+        contact = [LOOPBACK, port, token]
+        line = connect(contact, [0], "node", contact)
     assert line is not None
     (relay,) = (
         int(folder.name)
@@ -240,6 +317,46 @@ def test_signals_to_all_processes_of_a_job_do_not_end_a_relay() -> None:
     while Path(f"/proc/{relay}/fd").exists() and sockets_of(Path(f"/proc/{relay}")):
         assert time.monotonic() < until, "it stays without ranks"
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("ended", ["process", "context"])
+def test_a_relay_to_which_no_rank_has_connected_ends_with_what_started_it(ended: str) -> None:
+    """Its output is that of the rank: who reads it waits for its end."""
+    script = f"""import os
+from channel import loaded_relay
+relay = loaded_relay()
+with relay.start("node", [0], 1, is_reachable=False) as (port, token):
+    {"os._exit(7)" if ended == "process" else "pass"}
+os._exit(7)
+"""
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", script],
+        stderr=subprocess.PIPE,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+    )
+    assert (done.returncode, done.stderr) == (7, b"")
+
+
+@pytest.mark.parametrize("closed", ["", "os.close(0)", "os.close(0); os.close(1)"])
+def test_a_rank_without_standard_files_has_a_relay(closed: str) -> None:
+    script = f"""import os
+from channel import LOOPBACK, loaded_relay, wait_for
+relay = loaded_relay()
+{closed}
+with relay.start("node", [0], 1, is_reachable=False) as (port, token):
+    contact = [LOOPBACK, port, token]
+    line = relay.connect(contact, [0], "node", contact)
+line.send({{"at work": True}})
+wait_for([line], "at work")
+"""
+    subprocess.run(
+        [sys.executable, "-S", "-c", script],
+        timeout=60,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+    )
 
 
 def sockets_of(folder: Path) -> set[str]:

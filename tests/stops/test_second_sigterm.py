@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import itertools
 import os
 import signal
@@ -216,3 +217,60 @@ def test_what_belongs_to_others_stays(kind: str, arms: bool) -> None:
     """The wakeup descriptor of an event loop, where the handler notes the signal; a later handler; the signals of a fork."""
     (end,) = run_faulty(alone, 1, kind)
     assert end.notes == [[True, arms]], end
+
+
+def released(rank: int, world: int, folder: Path) -> None:
+    prepare(rank, folder)
+    signal.signal(signal.SIGTERM, first_handler)
+    descriptors = []
+    for tells in (True, False):
+        second = SecondSigterm(first_handler, tells=tells)
+        if tells:
+            second.note_first()
+        second.release()
+        descriptors.append(signal.set_wakeup_fd(-1))
+    until(lambda: is_armed(folder))
+    note(folder, rank, descriptors)
+
+
+def test_a_run_that_was_stopped_gives_the_wakeup_descriptor_back_and_a_second_still_ends_it() -> None:
+    (end,) = run_faulty(released, 1)
+    assert end.notes == [[-1, -1]], end
+
+
+class StoppedAlone(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return super().training_step(batch, batch_idx)
+
+
+def caught(rank: int, world: int, folder: Path) -> None:
+    try:
+        fit(rank, world, folder, StoppedAlone(), [])
+    except BaseException as error:
+        note(folder, rank, [type(error).__name__, signal.set_wakeup_fd(-1)])
+
+
+def test_a_program_that_catches_the_end_of_a_run_has_its_wakeup_descriptor_back() -> None:
+    (end,) = run_faulty(caught, 1)
+    assert end.notes == [["SIGTERMException", -1]], end
+
+
+def registered(rank: int, world: int, folder: Path) -> None:
+    prepare(rank, folder)
+    child = os.fork()
+    if child == 0:
+        with (folder / "own").open("w") as file:
+            faulthandler.register(signal.SIGTERM, file=file, chain=True)
+            signal.signal(signal.SIGTERM, first_handler)
+            SecondSigterm(first_handler, tells=True).note_first()
+            until(lambda: is_armed(folder))
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(1)
+    status = os.waitpid(child, 0)[1]
+    note(folder, rank, [os.waitstatus_to_exitcode(status), "(most recent call first)" in printed(folder, rank)])
+
+
+def test_the_second_prints_where_it_was_though_the_program_has_registered_faulthandler() -> None:
+    (end,) = run_faulty(registered, 1)
+    assert end.notes == [[-signal.SIGTERM, True]], end
