@@ -348,7 +348,16 @@ class CheckpointingStrategy(ProcessStrategy):
             trainer: Trainer = self._module.trainer
             states = loop["state_dict"].get("combined_loader", [])
             step = self.global_batch_size
-            exact = go_on_reading(trainer, positions, states, inside=inside, step=step, restore_random=restore_random)
+            exact = go_on_reading(
+                trainer,
+                positions,
+                states,
+                inside=inside,
+                whole_steps=step is not None,
+                same_ranks=own_state is not None,
+                restore_random=restore_random,
+                drop_gradients=lambda: self._at_first_step.append(self._module.zero_grad),
+            )
             self._at_first_step.append(lambda: training_begins(trainer))
             if step is not None and inside and own_state is None and not exact:
                 rank_zero_warn(

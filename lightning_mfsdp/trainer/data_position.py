@@ -14,7 +14,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from lightning_mfsdp._lightning_api import PossibleUserWarning, Trainer
+from lightning_mfsdp._lightning_api import GradientAccumulationScheduler, PossibleUserWarning, Trainer
 
 __all__ = [
     "DATA_POSITIONS",
@@ -118,46 +118,75 @@ class _ResumableLoader(DataLoader[Any]):
             accumulates: Batches of an optimizer step.
         """
         epoch, before = self.positioned.current
-        seen, of_step = 0, 0
+        skipped = len(self) - self._batches_after(before)
+        seen, begun = 0, 0
         if is_over:
             epoch += 1
         else:
-            of_step = batches % accumulates * self._samples_at_a_time
-            batches = batches % len(self) if repeats and len(self) else min(batches, len(self))
-            skipped = len(self) - self._batches_after(before)
-            seen = before + max(batches - skipped, 0) * self._samples_at_a_time
+            first_of_step = batches - batches % accumulates
+            seen = before + max(self._of_pass(batches, repeats) - skipped, 0) * self._samples_at_a_time
+            begun = max(before + (self._of_pass(first_of_step, repeats) - skipped) * self._samples_at_a_time, 0)
         return {
             "epoch": epoch,
             "seed": self.positioned.seed,
             "seen": seen,
             "size": self.positioned.size,
-            "seen_of_step": of_step,
+            "seen_of_step": seen - begun,  # negative for a loader that was repeated within the step
             "samples_at_a_time": self._samples_at_a_time,
+            "samples_of_step": accumulates * self._samples_at_a_time,
         }
 
-    def at_whole_steps(self, position: Mapping[str, int], step: int) -> Mapping[str, int]:
-        """A stored position from which steps of `step` samples go on, the first sample of an epoch beginning one.
+    def _of_pass(self, batches: int, repeats: bool) -> int:
+        """Batches of the current pass over the loader when the Trainer has read `batches` of the epoch."""
+        return batches % len(self) if repeats and len(self) else min(batches, len(self))
 
-        Ranks that read other numbers of samples at a time than those that saved begin an incomplete step again: its weights are those that
-        were saved.
+    def begins_step_again(
+        self, position: Mapping[str, int], accumulates: int, *, whole: bool, same_ranks: bool
+    ) -> bool:
+        """Whether the step in which a position was stored begins again: its gradients are those of other microbatches.
+
+        Args:
+            position: As stored.
+            accumulates: Batches of an optimizer step now.
+            whole: Every step must have as many samples, the first one of an epoch beginning a step.
+            same_ranks: As many ranks saved it.
 
         Raises:
-            ValueError: Steps had other numbers of samples in this epoch.
+            ValueError: `whole`, and a step does not begin there.
         """
-        of_step = position.get("seen_of_step", 0)
+        step = accumulates * self._samples_at_a_time
+        if "seen_of_step" not in position:
+            if whole and not same_ranks and position["seen"] % step:
+                raise ValueError(
+                    f"global_batch_size={step}, and the checkpoint was saved inside an epoch, after {position['seen']} of its samples, "
+                    "by a version that does not note where a step began. Resume on the number of ranks that saved it, without "
+                    "global_batch_size, or from a checkpoint of an epoch's end"
+                )
+            return False
+        if position["samples_at_a_time"] == self._samples_at_a_time and position.get("samples_of_step", step) == step:
+            return False
+        of_step = position["seen_of_step"]
         begun = position["seen"] - of_step
-        if begun % step or of_step >= step:
+        if whole and begun % step:
             raise ValueError(
                 f"global_batch_size={step}, and the checkpoint was saved inside an epoch, after {begun} of its samples, where no step of "
                 f"{step} samples begins. Resume with the global batch size that it was saved with, or from a checkpoint of an epoch's end"
             )
-        if not of_step or position["samples_at_a_time"] == self._samples_at_a_time:
-            return position
+        if not of_step:
+            return False
         rank_zero_info(
             f"the checkpoint was saved inside a step, by ranks that read {position['samples_at_a_time']} samples at a time, and these read "
-            f"{self._samples_at_a_time}: they begin that step again, with the {of_step} samples that it had read"
+            f"{self._samples_at_a_time} and make steps of {step}: they begin that step again, with the {of_step} samples that it had read"
         )
-        return {**position, "seen": begun}
+        missing = (len(self) - self._batches_after(begun)) % accumulates
+        if missing:
+            rank_zero_warn(
+                f"the checkpoint was saved inside a step that began after {begun} samples of an epoch. Steps of {step} samples do not "
+                f"begin there, so the first one has {accumulates - missing} of {accumulates} batches, and its loss is divided by "
+                f"{accumulates}. Set MFSDPStrategy(global_batch_size=...) for the same steps on any number of ranks",
+                category=PossibleUserWarning,
+            )
+        return True
 
     def go_on(self, position: Mapping[str, int]) -> int:
         """Begin at a stored position; returns the batches of this epoch that lie before it."""
@@ -248,8 +277,10 @@ def go_on_reading(
     states: Sequence[Any],
     *,
     inside: bool,
-    step: int | None,
+    whole_steps: bool,
+    same_ranks: bool,
     restore_random: Callable[[], None],
+    drop_gradients: Callable[[], None],
 ) -> bool:
     """Before the first batch of a resumed run: restore the positions of the training loaders.
 
@@ -258,16 +289,30 @@ def go_on_reading(
         positions: Of the checkpoint, by loader; empty if it has none.
         states: What Lightning saved of loaders with a state_dict.
         inside: Training continues inside an epoch. Loaders that cannot are named in a warning.
-        step: Samples of an optimizer step; `None`: as many as the batches have that the Trainer accumulates.
+        whole_steps: Every optimizer step must have as many samples, on any number of ranks.
+        same_ranks: As many ranks saved the checkpoint.
         restore_random: Restores the random state of the save. A new iterator draws numbers, once in an epoch.
+        drop_gradients: Drops those of the checkpoint: the step in which it was saved begins again.
 
     Returns:
         Whether all loaders are restored to the sample, so that their next random draws are those of the original run.
     """
     loaders = training_loaders(trainer)
     positions = positions if len(positions) == len(loaders) else [None] * len(loaders)
+    tracked = [
+        (loader, position)
+        for loader, position in zip(loaders, positions, strict=True)
+        if isinstance(loader, _ResumableLoader) and position is not None
+    ]
+    if tracked:
+        # Of several loaders the longest one says how far the epoch is; shorter ones may have been repeated or be at their end.
+        longest, position_of_longest = max(tracked, key=lambda pair: pair[1]["size"])
+        accumulates = _accumulates(trainer)
+        if longest.begins_step_again(position_of_longest, accumulates, whole=whole_steps, same_ranks=same_ranks):
+            positions = [place and {**place, "seen": place["seen"] - place["seen_of_step"]} for place in positions]
+            drop_gradients()
     before = [
-        _go_on(loader, position, number, len(loaders), inside, step)
+        _go_on(loader, position, number, len(loaders), inside)
         for number, (loader, position) in enumerate(zip(loaders, positions, strict=True))
     ]
     counted = [batches for batches in before if batches is not None]
@@ -302,9 +347,18 @@ def training_begins(trainer: Trainer) -> None:
             loader.seem_stateful(False)
 
 
-def _go_on(
-    loader: Any, position: Mapping[str, int] | None, number: int, of: int, inside: bool, step: int | None
-) -> int | None:
+def _accumulates(trainer: Trainer) -> int:
+    """Batches of an optimizer step in the epoch that goes on. A scheduler sets the Trainer's number later, when the epoch starts."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    scheduled = [
+        callback.get_accumulate_grad_batches(trainer.current_epoch)
+        for callback in callbacks
+        if isinstance(callback, GradientAccumulationScheduler)
+    ]
+    return scheduled[-1] if scheduled else trainer.accumulate_grad_batches
+
+
+def _go_on(loader: Any, position: Mapping[str, int] | None, number: int, of: int, inside: bool) -> int | None:
     """Batches of the epoch that lie before the position of a loader; `None` if it is not tracked here."""
     name = f"the training loader {type(loader).__name__}" + (f" (number {number} of {of})" if of > 1 else "")
     if isinstance(loader, _ResumableLoader) and position is not None:
@@ -315,7 +369,7 @@ def _go_on(
                 f"after the first {position['seen']} samples of an order that is not the one before. Resume with "
                 "the same dataset, or from a checkpoint of an epoch's end"
             )
-        return loader.go_on(position if step is None else loader.at_whole_steps(position, step))
+        return loader.go_on(position)
     if inside and not _is_stateful(loader):
         why = (
             "the checkpoint does not say which samples it had read"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -40,9 +41,12 @@ class Noted(Classifier):
         self.noted: list[tuple[int, list[float]]] = []
         self.steps = 0.0
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        self.noted.append((self.trainer.global_step, batch[0][:, 0].tolist()))
-        return super().training_step(batch, batch_idx)
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if isinstance(batch[0], Tensor):
+            batch = [batch]  # of one loader
+        self.noted.append((self.trainer.global_step, [row for inputs, _ in batch for row in inputs[:, 0].tolist()]))
+        losses = [super(Noted, self).training_step(of_loader, batch_idx) for of_loader in batch]
+        return torch.stack(losses).sum()
 
     def configure_optimizers(self) -> Any:
         self.steps = self.trainer.estimated_stepping_batches
@@ -53,22 +57,31 @@ def data(batch_size: int = BATCH) -> DataLoader[Any]:
     return DataLoader(dataset(SIZE), batch_size, shuffle=True)
 
 
-def fit(world: int, path: str | None = None, saves: list[Callback] | None = None, **strategy: Any) -> dict[str, Any]:
+def fit(
+    world: int,
+    path: str | None = None,
+    saves: list[Callback] | None = None,
+    *,
+    size: int | None = GLOBAL,
+    loader: Any = None,
+    **options: Any,
+) -> dict[str, Any]:
     model = seeded(Noted)
     trainer = make_trainer(
         "",
         world,
-        strategy=MFSDPStrategy(**{"global_batch_size": GLOBAL, **strategy}),
+        strategy=MFSDPStrategy(global_batch_size=size),
         max_epochs=EPOCHS,
         use_distributed_sampler=True,
         callbacks=saves or [],
+        **options,
     )
-    trainer.fit(model, data(), ckpt_path=path)
+    trainer.fit(model, data() if loader is None else loader, ckpt_path=path)
     accumulates = trainer.accumulate_grad_batches
     return {"noted": model.noted, "steps": model.steps, "weights": full_state(model), "accumulates": accumulates}
 
 
-SAVES = {1: (4, 5, 6, 8, 30), 2: (3, 4, 16)}  # after so many microbatches: in the middle of a step, and at its end
+SAVES = {1: (1, 4, 5, 6, 8, 30), 2: (3, 4, 16)}  # after so many microbatches: in the middle of a step, and at its end
 
 
 def whole(rank: int, world: int, folder: str) -> dict[str, Any]:
@@ -128,6 +141,90 @@ def test_a_run_goes_on_with_the_same_steps(runs: Any, saved_by: int, world: int)
             assert of_first == expected[first], "a step that was begun by other ranks begins again"
         assert read == {step: samples for step, samples in expected.items() if step > first}
         assert_equal(whole_runs[saved_by][0]["weights"], results[0][save]["weights"])
+
+
+def without_option(rank: int, world: int, path: str, accumulates: int, saves: int | None) -> dict[str, Any]:
+    strict_warnings()
+    callbacks: list[Callback] = [] if saves is None else [SaveAt(saves, path)]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        result = fit(world, path if saves is None else None, callbacks, size=None, accumulate_grad_batches=accumulates)
+    result["said"] = [str(warning.message) for warning in said if "saved inside a step" in str(warning.message)]
+    return result
+
+
+def test_without_the_option_a_step_that_other_ranks_began_begins_again(tmp_path: Path) -> None:
+    path = str(tmp_path / "inside.ckpt")
+    whole_run = run_distributed(without_option, 1, path, 4, 5)
+    results = run_distributed(without_option, 2, path, 2, None)
+    assert not results[0]["said"]
+    assert batches(results) == {step: samples for step, samples in batches(whole_run).items() if step > 0}
+    assert_equal(whole_run[0]["weights"], results[0]["weights"])
+
+    results = run_distributed(without_option, 2, path, 4, None)
+    (said,) = results[0]["said"]
+    assert "began after 8 samples of an epoch. Steps of 16 samples do not begin there" in said
+    assert "the first one has 2 of 4 batches" in said
+    assert batches(results)[1] == batches(whole_run)[1], "no sample is lost"
+
+
+def other_sizes(rank: int, world: int, folder: str) -> dict[int, Any]:
+    strict_warnings()
+    return {size: fit(world, f"{folder}/1-{save}.ckpt", size=size) for size, save in ((16, 1), (4, 6))}
+
+
+def test_a_step_that_was_begun_with_another_size_begins_again(runs: Any) -> None:
+    whole_runs, folder = runs
+    (found,) = run_distributed(other_sizes, 1, folder)
+    expected = batches(whole_runs[1])
+    larger, smaller = (batches([found[size]]) for size in (16, 4))
+    assert larger == {step: sorted(expected[2 * step] + expected[2 * step + 1]) for step in range(6)}
+    assert sorted(smaller[1] + smaller[2]) == expected[1], "microbatch 6 is the second of the second step"
+    assert {len(samples) for samples in smaller.values()} == {4}
+
+
+def of_two_loaders(rank: int, world: int, folder: str, saving: bool) -> dict[int, Any]:
+    strict_warnings()
+    saves = {save: f"{folder}/two-{save}.ckpt" for save in (4, 5, 8)}  # the short loader has three batches on two ranks
+
+    def loaders() -> list[Any]:
+        return [DataLoader(dataset(40), BATCH, shuffle=True), DataLoader(dataset(12), BATCH, shuffle=True)]
+
+    if saving:
+        return {0: fit(world, None, [SaveAt(save, path) for save, path in saves.items()], loader=loaders())}
+    return {save: fit(world, path, loader=loaders()) for save, path in saves.items()}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_loaders_of_several_lengths_go_on(tmp_path: Path, world: int) -> None:
+    whole_runs = [result[0] for result in run_distributed(of_two_loaders, 2, str(tmp_path), True)]
+    results = run_distributed(of_two_loaders, world, str(tmp_path), False)
+    expected = batches(whole_runs)
+    for save in results[0]:
+        first, inside = divmod(save, 2)
+        read = batches([result[save] for result in results])
+        if inside and world == 2:
+            assert set(read.pop(first)) < set(expected[first])
+        assert read == {step: expected[step] for step in expected if step >= first + (inside and world == 2)}
+        assert_equal(whole_runs[0]["weights"], results[0][save]["weights"])
+
+
+def from_earlier_version(rank: int, world: int, path: str) -> Any:
+    strict_warnings()
+    return error_of(lambda: fit(world, path))
+
+
+def test_a_checkpoint_that_does_not_say_where_a_step_began(runs: Any, tmp_path: Path) -> None:
+    path = tmp_path / "earlier.ckpt"
+    shutil.copytree(f"{runs[1]}/2-3.ckpt", path)
+    content = torch.load(path / "meta.pt", weights_only=False)
+    for position in content["data_positions"]:
+        for name in ("seen_of_step", "samples_at_a_time", "samples_of_step"):
+            del position[name]
+    torch.save(content, path / "meta.pt")
+    assert run_distributed(from_earlier_version, 2, str(path)) == ["", ""]
+    (error,) = run_distributed(from_earlier_version, 1, str(path))
+    assert "after 12 of its samples, by a version that does not note where a step began. Resume on the number" in error
 
 
 def with_axes(rank: int, world: int) -> tuple[Any, Any]:

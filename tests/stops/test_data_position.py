@@ -141,21 +141,22 @@ def test_the_order_is_that_of_a_distributed_sampler(runs: Any) -> None:
         assert [index for batch in found["order"] for index in batch] == expected
 
 
-def elsewhere(rank: int, world: int, folder: str) -> Any:
+def elsewhere(rank: int, world: int, path: str) -> Any:
     strict_warnings()
-    read = fit(world, lambda: DataLoader(Numbers(), BATCH, shuffle=True), f"{folder}/shuffled-1.ckpt")
+    read = fit(world, lambda: DataLoader(Numbers(), BATCH, shuffle=True), path)
     return [int(row[0]) for (batch,) in read for row in batch]
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_other_numbers_of_ranks_read_the_same_samples(runs: Any, world: int) -> None:
-    """Of two ranks that had read a batch each, 8 samples are known."""
+@pytest.mark.parametrize(("saved", "seen"), [("again", 4 * BATCH), ("shuffled-1", 0)])
+def test_other_numbers_of_ranks_read_the_same_samples(runs: Any, world: int, saved: str, seen: int) -> None:
+    """Two ranks had read two batches each, which is a step, or one, with which the step begins again."""
     order = torch.randperm(SIZE, generator=torch.Generator().manual_seed(0)).tolist()
-    rest = order[2 * BATCH :]
+    rest = order[seen:]
     rest += order[: -len(rest) % world]
     whole = torch.randperm(SIZE, generator=torch.Generator().manual_seed(1)).tolist()
     whole += whole[: -SIZE % world]
-    for rank, read in enumerate(run_distributed(elsewhere, world, str(runs[1]))):
+    for rank, read in enumerate(run_distributed(elsewhere, world, f"{runs[1]}/{saved}.ckpt")):
         assert read == rest[rank::world] + whole[rank::world]
 
 
