@@ -462,7 +462,7 @@ def start(host: str, ranks: Sequence[int], world_size: int | None, *, is_reachab
         OSError, subprocess.SubprocessError: No process could be started, or it ended.
     """
     if not sys.executable:  # of an interpreter that another program has embedded
-        raise OSError("sys.executable is not known")
+        raise OSError("sys.executable is not set, so Python cannot be started; set it to the path of Python")
     options = json.dumps([host, list(ranks), world_size, is_reachable])
     # Without site-packages: an interpreter starts faster, and what they have it execute stays out.
     command = [sys.executable, "-S", os.path.abspath(__file__), options]
