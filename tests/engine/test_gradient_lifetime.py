@@ -368,44 +368,108 @@ def a_gradient_taken_while_it_is_held_back_stays_what_it_was(rank, world):
         torch.testing.assert_close(model.out.weight.grad.full_tensor(), plain.out.weight.grad, msg=sharding)
 
 
+def _assign(make):
+    """An event that assigns to `.grad` of one parameter what is made of it."""
+
+    def assign(model, parameter, kept):
+        if parameter.grad is not None:
+            parameter.grad = make(parameter, kept)
+
+    return assign
+
+
+def _keep_detached(model, parameter, kept):
+    if parameter.grad is not None:
+        kept.append(parameter.grad.detach())
+
+
+def _assign_what_was_kept(model, parameter, kept):
+    parameter.grad = kept[0]
+
+
+def _assign_zeros(model, parameter, kept):
+    parameter.grad = torch.zeros_like(parameter)
+
+
+def _read(model, parameter, kept):
+    [one.grad + 1 for one in (parameter, model.out.weight) if one.grad is not None]
+
+
+# What may happen to gradients between backwards; all but the first three change that of one parameter alone.
+EVENTS = {
+    "clear": lambda model, parameter, kept: model.zero_grad(),
+    "zero": lambda model, parameter, kept: model.zero_grad(set_to_none=False),
+    "read": _read,
+    "clear one": lambda model, parameter, kept: setattr(parameter, "grad", None),
+    "scale one": _assign(lambda parameter, kept: parameter.grad * 0.5),
+    "detach one": _assign(lambda parameter, kept: parameter.grad.detach()),
+    "keep one detached": _keep_detached,
+    "assign what was kept": _assign_what_was_kept,
+    "assign zeros": _assign_zeros,
+}
+
+
+def _play(model, events, is_plain):
+    """Play events after a backward. Returns what `.grad` of a parameter was after each, and of another."""
+    model.zero_grad()
+    parameter, kept, others = model.layers[0].weight, [], []
+    for place, event in enumerate(("hold", *events)):
+        if event in EVENTS:
+            EVENTS[event](model, parameter, kept)
+        else:
+            with no_sync(model) if event == "hold" and not is_plain else nullcontext():
+                loss_of(model, inputs(place)).backward()
+        for one, keep in ((parameter, kept), (model.out.weight, others)):
+            if one.grad is not None:
+                keep.append(one.grad)
+    return kept + others
+
+
+def _unless_cleared(read):
+    """What is read; `None` where that says that a gradient was cleared before ranks had reduced it."""
+    try:
+        return read()
+    except EngineStateError as error:
+        if "was cleared or replaced before" not in str(error):
+            raise
+        return None
+
+
 def what_is_kept_of_a_gradient_is_what_plain_pytorch_keeps_or_says_that_it_was_cleared(rank, world):
     """After every order of four events, gradients kept after each: what was cleared before ranks had reduced it raises or is NaN."""
-    pick = lambda model: (model.layers[0].weight, model.out.weight)  # noqa: E731
-    sequences = list(product(("hold", "sync", "clear", "zero", "read"), repeat=3))
-    model, plain = {sharding: sharded_chain(sharding=sharding) for sharding in STRATEGIES}, plain_chain()
+    for_all = ("hold", "sync", "clear", "zero", "read")
+    every = ("hold", "sync", *EVENTS)
+    sequences = [*product(for_all, repeat=3), *pairwise(every, every, every)]
+    models, plain = {sharding: sharded_chain(sharding=sharding) for sharding in STRATEGIES}, plain_chain()
     for number, events in enumerate(sequences):
         sharding = STRATEGIES[number % len(STRATEGIES)]
-        kept: tuple[list[list[torch.Tensor]], ...] = ([], [])
-        for one, keep in zip((model[sharding], plain), kept, strict=True):
-            one.zero_grad()
-            for place, event in enumerate(("hold", *events)):
-                if event in ("hold", "sync"):
-                    with no_sync(one) if one is not plain and event == "hold" else nullcontext():
-                        loss_of(one, inputs(place)).backward()
-                elif event == "read":
-                    [parameter.grad + 1 for parameter in pick(one) if parameter.grad is not None]
-                else:
-                    one.zero_grad(set_to_none=event == "clear")
-                if pick(one)[0].grad is not None:
-                    keep.append([parameter.grad for parameter in pick(one)])
-        lost = 0
-        for ours, theirs in zip(itertools.chain(*kept[0]), itertools.chain(*kept[1]), strict=True):
-            case = (sharding, events)
-            try:
-                found = ours.full_tensor()
-            except EngineStateError as error:
-                found = (
-                    torch.full_like(theirs, torch.nan) if "was cleared or replaced before" in str(error) else theirs * 0
-                )
-            if found.isnan().all():
+        case, model = (sharding, events), models[sharding]
+        kept = _unless_cleared(lambda: _play(model, events, is_plain=False))  # noqa: B023 - called at once
+        if kept is None:
+            assert "assign what was kept" in events, case
+            assert world > 1, case
+            model.zero_grad()
+            continue
+        expected, lost = _play(plain, events, is_plain=True), 0
+        for ours, theirs in zip(kept, expected, strict=True):
+            found = _unless_cleared(ours.full_tensor)
+            if found is None or found.isnan().all():
                 lost += 1
             else:
                 torch.testing.assert_close(found, theirs, msg=lambda text, case=case: f"{case}: {text}")
-        cleared_unread, is_held = False, True
-        for event in events:
-            cleared_unread = cleared_unread or (event == "clear" and is_held)
-            is_held = event == "hold" or (is_held and event == "zero")
-        assert (lost > 0) == (cleared_unread and world > 1), (sharding, events, lost)
+        for found, parameter in zip(model.parameters(), plain.parameters(), strict=True):
+            assert (found.grad is None) == (parameter.grad is None), case
+            if found.grad is not None:
+                torch.testing.assert_close(
+                    found.grad.full_tensor(), parameter.grad, msg=lambda text, case=case: f"{case}: {text}"
+                )
+        assert not lost or world > 1, case
+        if all(event in for_all for event in events):
+            cleared_unread, is_held = False, True
+            for event in events:
+                cleared_unread = cleared_unread or (event == "clear" and is_held)
+                is_held = event == "hold" or (is_held and event == "zero")
+            assert (lost > 0) == (cleared_unread and world > 1), (case, lost)
 
 
 def a_gradient_held_back_is_not_reduced_inside_a_backward(rank, world):

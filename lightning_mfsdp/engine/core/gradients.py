@@ -18,8 +18,11 @@ What waits joins a reduction where it is as far: everything before the reduction
 not reduced at all joins a shard that waits once that is unreduced again: each rank brings its shard, and zeros for the others.
 
 A cell is copied to where it was empty and added to otherwise, and `.grad` alone says whether `main` is empty: so nothing is added to
-itself, and nothing is reduced twice. What the user cleared, replaced or wrote is read back from `.grad` before anything is added. What
-waits may lie in the memory of `main` while that is empty, which it leaves before `main` is filled, or in that of the bucket.
+itself, and nothing is reduced twice. What the user cleared or wrote is read back from `.grad` before anything is added. What waits may lie
+in the memory of `main` while that is empty, or in that of the bucket.
+
+A `.grad` that does not lie in `main` was assigned, or lies in an earlier `main`: what `main` receives is added to it in its own memory,
+as autograd adds to any gradient. So `main` is left for a new one where memory would be overwritten to which a program may still refer.
 
 Memory exists only while it is needed, that of `main` from backward until all `.grad` were cleared and the next forward begins. All of it is
 allocated on the compute stream, where activations have just made room: memory allocated on the reduce stream would be reserved for that
@@ -50,7 +53,7 @@ from lightning_mfsdp.engine.core.storage import Slot
 if TYPE_CHECKING:
     from lightning_mfsdp.engine.core.group import ParameterGroup
 
-__all__ = ["DirectWrites", "Filling", "Gradients", "MainGradient", "Sync", "gradient_dtype"]
+__all__ = ["DirectWrites", "Filling", "Gradients", "MainGradient", "Sync", "add_to_gradient", "gradient_dtype"]
 
 
 class Sync(Enum):
@@ -68,6 +71,9 @@ class MainGradient:
         buffer: Main gradient dtype, extent and position as the main weight. Cells that belong to no parameter are zero.
         of_optimizer: What `.grad` shows: `buffer`, or a copy of it in the dtype that the optimizer requires where that differs.
         is_news: A gradient was reduced into it since `convert`.
+
+    A program may keep what `.grad` was, or a view of it, and clear `.grad`: references to what lies in it are counted. Those to a gradient
+    that is shown do not matter, since that is added to in place.
 
     It keeps the DTensors that `parameters()` show as gradients, since `zero_grad` reads every one, and creating one takes 3 µs.
 
@@ -88,9 +94,10 @@ class MainGradient:
             self._slots.append(memory)
         self.views = self.of_optimizer.views
         self.is_news = False
+        self._elsewhere: dict[int, Tensor] = {}  # gradients, by index, that `convert` adds to what `.grad` is
         self._shown = [entry.sharded.show_gradient(view) for entry, view in zip(self._entries, self.views, strict=True)]
-        self._own_references = self._references()
-        self._own_counts = self._counts()
+        self._own_counts, self._own_users = self._counts(), self._users()
+        self._own_references = sum(self._own_counts) + self._own_users
 
     @property
     def is_open(self) -> bool:
@@ -99,9 +106,9 @@ class MainGradient:
 
     @property
     def is_shown(self) -> bool:
-        """Whether any parameter has a reduced gradient that was not cleared."""
-        for local in self._locals:  # noqa: SIM110 - a generator costs host time, in every unit
-            if local.grad is not None:
+        """Whether the `.grad` of any parameter lies in it."""
+        for local, view in zip(self._locals, self.views, strict=True):  # noqa: SIM110 - a generator costs host time, in every unit
+            if local.grad is view:
                 return True
         return False
 
@@ -124,11 +131,23 @@ class MainGradient:
 
     @property
     def is_kept(self) -> bool:
-        """Whether a cleared gradient is still referenced elsewhere, so that its memory must not be overwritten."""
+        """Whether anything refers to a gradient in it, shown or not, but the parameters' `.grad`."""
         for entry in self._entries:
             if entry.sharded.gradient_rows is not None:
                 entry.sharded.forget_former_gradient()
-        return not self.is_pinned and self._references() != self._own_references
+        return not self.is_pinned and sum(self._counts()) + self._users() != self._own_references
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the memory of a gradient that was cleared or replaced may still be referenced, so that nothing may be written there."""
+        if not self.is_kept:
+            return False
+        left = [index for index, view in enumerate(self.views) if self._locals[index].grad is not view]
+        counts = self._counts()
+        # A tensor that shares the memory may be a view of any.
+        return any(counts[index] != self._own_counts[index] for index in left) or (
+            bool(left) and self._users() != self._own_users
+        )
 
     def close(self) -> None:
         """Free the memory."""
@@ -142,23 +161,8 @@ class MainGradient:
         for slot in self._slots:
             slot.fixed = pinned
 
-    def _leave_kept(self) -> None:
-        """If only some gradients were cleared or replaced: move those of them that are still referenced to memory of their own.
-
-        Views of them stay in this one.
-        """
-        for index, count in enumerate(self._counts()):
-            kept = self.views[index]
-            if count != self._own_counts[index] and self._locals[index].grad is not kept:
-                with torch.inference_mode(False), torch.no_grad():
-                    self.views[index] = self.of_optimizer.view(index)  # the list is that of the buffer
-                    compat.set_data(kept, kept.clone())
-                self._shown[index] = self._entries[index].sharded.show_gradient(self.views[index])
-
     def read_back(self) -> None:
-        """Update the buffer from every `.grad`: zero where cleared, the user's value where replaced or written."""
-        if self.is_kept:
-            self._leave_kept()
+        """Update the buffer from every `.grad` that lies in it: zero where it was cleared or replaced, the user's value where written."""
         if (
             self.of_optimizer is not self.buffer and not self.is_news
         ):  # else what the optimizer sees is not converted yet
@@ -167,26 +171,30 @@ class MainGradient:
                 torch.where(seen == main.to(seen.dtype), main, seen.to(main.dtype), out=main)
         if gaps := self.buffer.gaps:  # scaling by a NaN norm writes them, clearing in place does not
             compat.foreach_zero_(gaps)
-        for local, ours, view in zip(self._locals, self.views, self.buffer.views, strict=True):
-            grad = local.grad
-            if grad is ours:
-                continue
-            if grad is None:
+        for local, shown, view in zip(self._locals, self.views, self.buffer.views, strict=True):
+            if local.grad is not shown:
                 view.zero_()
-            else:
-                view.copy_(grad)
-                if ours is not view:  # else the next call would take what it held before for the user's
-                    ours.copy_(grad)
-                local.grad = ours
-                if not grad.is_inference():  # as in plain PyTorch, later gradients are added to what was assigned
-                    with torch.inference_mode(False), torch.no_grad():
-                        compat.set_data(grad, ours)
+
+    def show(self, indices: Sequence[int]) -> None:
+        """Gradients of these parameters have been reduced: `.grad` shows them, or `convert` adds them to what it is."""
+        for index in indices:
+            local, view = self._locals[index], self.views[index]
+            grad = local.grad
+            if grad is None:
+                local.grad = view
+            elif grad is not view:
+                self._elsewhere[index] = grad
 
     def convert(self) -> bool:
         """After the last reduction of a backward, on the compute stream: convert to the optimizer's dtype. Returns whether it is news."""
         was_news, self.is_news = self.is_news, False
         if was_news and self.of_optimizer is not self.buffer:
             compat.foreach_copy_(self.of_optimizer.segments, self.buffer.segments)
+        if self._elsewhere:
+            with torch.no_grad():
+                for index, grad in self._elsewhere.items():
+                    add_to_gradient(self._locals[index], grad, self.views[index])
+            self._elsewhere.clear()
         return was_news
 
     def set_aside(self) -> list[Tensor]:
@@ -204,9 +212,9 @@ class MainGradient:
         self.is_news = True
         self.convert()
 
-    def _references(self) -> int:
-        """How many references there are to what `.grad` shows: Python objects, and tensors that share their memory."""
-        return sum(self._counts()) + compat.storage_users(self.of_optimizer.segments[0])
+    def _users(self) -> int:
+        """How many tensors share the memory of what `.grad` shows."""
+        return compat.storage_users(self.of_optimizer.segments[0])
 
     def _counts(self) -> list[int]:
         """How many Python references there are to what `.grad` of each parameter shows, as local rows or as a DTensor."""
@@ -247,7 +255,7 @@ class Gradients:
         self._main: MainGradient | None = None  # reduced over all axes: what optimizers read
         # Made once; it has memory while it is reduced, and while gradients wait in it.
         self._bucket: tuple[Slot, FlatBuffer] | None = None
-        self._stand_ins: list[HeldBackGradient] = []  # shown as `.grad` while gradients are held back
+        self._stand_ins: dict[int, HeldBackGradient] = {}  # shown as `.grad` while gradients are held back
 
     @property
     def _group(self) -> ParameterGroup:
@@ -349,11 +357,29 @@ class Gradients:
         if not group.mesh.process_groups or (communicates and (outer is None or outer.size == 1)):
             return
         self.held_back = Sync.SHARD if communicates else Sync.NONE
-        if not self._stand_ins:
-            self._stand_ins = [HeldBackGradient.of(group, index) for index in range(len(self._entries))]
-        self.held = {index: self._entries[index].local.grad for index in sorted(self._reduced())}
+        earlier, self.held = self.held, {index: self._entries[index].local.grad for index in sorted(self._reduced())}
+        for index in self.held.keys() - earlier.keys():
+            if index not in self._stand_ins or self._is_stand_in_kept(index):
+                self._stand_ins[index] = HeldBackGradient.of(group, index)
         for index in self.held:
             self._entries[index].local.grad = self._stand_ins[index]
+
+    def _is_stand_in_kept(self, index: int) -> bool:
+        """Whether a program keeps the last stand-in of a parameter, which then never stands for another gradient."""
+        return sys.getrefcount(self._stand_ins[index]) > 2  # that of the dictionary, and that of the call
+
+    def _settle(self, indices: Sequence[int]) -> None:
+        """The gradients of these parameters, which were held back, are reduced: who keeps a stand-in has its gradient."""
+        for index in indices:
+            if self._is_stand_in_kept(index):
+                self._stand_ins.pop(index).become(self._entries[index].local.grad)
+            del self.held[index]
+
+    def is_held(self, index: int, stand_in: HeldBackGradient) -> bool:
+        """Whether a stand-in stands for what is held back now, and was not cleared or replaced."""
+        is_shown = self._entries[index].local.grad is stand_in
+        # In a backward `.grad` is what it was before, and what was cleared is no longer held.
+        return index in self.held and self._stand_ins[index] is stand_in and (is_shown or self.held_back is Sync.ALL)
 
     def take_back(self) -> Sync:
         """Before anything is added: drop the held-back gradients of parameters whose `.grad` was cleared or replaced meanwhile.
@@ -423,8 +449,6 @@ class Gradients:
     def drop(self) -> None:
         """Forget everything that is not in `main`: the backward it belongs to failed. What was not taken yet stays, see `drop_news`."""
         self.take_back()
-        for index in self.held:
-            self._entries[index].sharded.settle_gradient(None)
         self._drop_waiting()
         self._end_writes()
 
@@ -465,27 +489,28 @@ class Gradients:
             grad, view = grads[index], target.views[index]
             grads[index] = view if grad is None else view.add_(grad)
         adds = self._open_main(target)
-        main = self.main
+        main, shown = self.main, list[int]()
         main.is_news = True
         if not adds and (gaps := main.buffer.gaps):
             compat.foreach_zero_(gaps)
         fresh: tuple[list[Tensor], list[Tensor]] = ([], [])
         added: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for entry, grad, view, shown in zip(self._entries, grads, main.buffer.views, main.views, strict=True):
+        for index, (entry, grad, view) in enumerate(zip(self._entries, grads, main.buffer.views, strict=True)):
             if grad is None:
                 if zeros_unused and entry.is_trained and entry.local.grad is None:
                     view.zero_()
-                    entry.local.grad = shown
+                    shown.append(index)
                 continue
-            targets, sources = fresh if entry.local.grad is None else added
+            targets, sources = added if entry.local.grad is main.views[index] else fresh
             if grad is not view or self._factor != 1.0:
                 targets.append(view)
                 sources.append(grad if self._factor == 1.0 else grad * self._factor)
-            entry.local.grad = shown
+            shown.append(index)
         if fresh[0]:
             compat.foreach_copy_(*fresh)
         if added[0]:
             compat.foreach_add_(*added)
+        main.show(shown)
         if target is not None and target is not main.buffer:
             self.release_bucket()
 
@@ -565,17 +590,16 @@ class Gradients:
         return main.open()
 
     def _open_main(self, written: FlatBuffer | None = None) -> bool:
-        """Allocate `main` and fill it from the parameters' `.grad`. Returns whether any of them is set."""
+        """Allocate `main`, or update it from the parameters' `.grad`. Returns whether any of them lies in it."""
         if self._empty_main(written) is not None:
             return False
         main = self.main
-        if not main.is_shown:
+        if not main.is_shown:  # gradients wait in it
             return False
-        if not main.is_open:  # the user's own gradients, set where there were none
-            compat.foreach_zero_(main.open().segments)
-        if self._waiting is main.buffer:
-            self._waiting = self._empty(main.buffer.extent)
-            compat.foreach_copy_(self._waiting.segments, main.buffer.segments)
+        if main.is_needed:  # by what was cleared of it
+            self._main = None
+            self.main.open()
+            return False
         main.read_back()
         return True
 
@@ -671,14 +695,15 @@ class Gradients:
         if self.unused:
             self.unused &= self._reduced()
         undecided = () if zeros_unused or self.unused is None else self.unused
-        for index, (entry, shown) in enumerate(zip(self._entries, main.views, strict=True)):
-            local = entry.local
-            is_reduced = (entry.full.requires_grad and local.requires_grad) or index in held
+        shown = list[int]()
+        for index, entry in enumerate(self._entries):
+            is_reduced = (entry.full.requires_grad and entry.local.requires_grad) or index in held
             if is_reduced and index not in undecided:
-                local.grad = shown
-                if index in held:
-                    entry.sharded.settle_gradient(shown)
-        held.clear()
+                shown.append(index)
+        main.show(shown)
+        if held:
+            asked = [] if zeros_unused else self.undecided()
+            self._settle([index for index in held if index not in asked])
 
     def undecided(self) -> list[int]:
         """Parameters that were reduced, unused on this rank: other ranks decide whether they have a gradient (usage.py)."""
@@ -691,11 +716,9 @@ class Gradients:
         Args:
             used: One for each parameter, 0 where no rank has used it.
         """
-        for index in self.undecided():
-            if used[index]:
-                entry, shown = self._entries[index], self.main.views[index]
-                entry.local.grad = shown
-                entry.sharded.settle_gradient(shown)
+        undecided = self.undecided()
+        self.main.show([index for index in undecided if used[index]])
+        self._settle([index for index in undecided if index in self.held])
 
     def finish(self) -> bool:
         """After the last reduction of a backward, on the compute stream. Returns whether there was any."""
@@ -705,6 +728,12 @@ class Gradients:
 def gradient_dtype(owner: ParameterGroup) -> torch.dtype:
     """Dtype of the gradients that an optimizer sees."""
     return owner.entries[0].local.grad_dtype or owner.spec.main_dtype
+
+
+def add_to_gradient(parameter: Tensor, grad: Tensor, news: Tensor) -> None:
+    """Add to the gradient of a parameter in its own memory, unless it was replaced since; one made in inference mode gets another."""
+    if parameter.grad is grad:
+        parameter.grad = grad + news if grad.is_inference() else grad.add_(news)
 
 
 # -- copies ------------------------------------------------------------------------------------------------------------

@@ -4,8 +4,8 @@
     any arithmetic with p.grad      everything held back in the root is reduced first; `.grad` is then the gradient. Collective
     nothing                         the next backward that communicates reduces it, as usual
 
-The sharded tensor that a program has kept of it becomes the gradient at the reduction. Of one that was cleared before, nothing
-is left: it raises, or is NaN from the next backward on where it is the memory of gradients that had been reduced earlier.
+What a program has kept of it is the gradient from the reduction on. Of one that was cleared before, nothing is left: it raises, or is NaN
+from the next backward on where it is the memory of gradients that had been reduced earlier.
 
 Without it `.grad` would be `None`, what is held back could not be cleared, and one microbatch with NaN would reach the next step.
 """
@@ -13,7 +13,7 @@ Without it `.grad` would be `None`, what is held back could not be cleared, and 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class HeldBackGradient(Tensor):
     """
 
     _owner: tuple[weakref.ref[ParameterGroup], int]
-    _is_cleared: bool  # what it stood for was cleared or replaced
+    _gradient: Tensor | None  # what it became
 
     @staticmethod
     def of(group: ParameterGroup, index: int) -> HeldBackGradient:
@@ -45,15 +45,12 @@ class HeldBackGradient(Tensor):
         with torch.inference_mode(False), torch.no_grad():
             number = torch.zeros((), dtype=local.grad_dtype or local.dtype, device=local.device)
             gradient = compat.as_kind(HeldBackGradient, number.expand(local.shape))
-        gradient._owner, gradient._is_cleared = (weakref.ref(group), index), False
+        gradient._owner, gradient._gradient = (weakref.ref(group), index), None
         return gradient
 
-    def cleared(self) -> HeldBackGradient:
-        """What takes its place with those who kept it when the gradient is cleared: it raises when it is used."""
-        with torch.inference_mode(False), torch.no_grad(), compat.without_torch_function():
-            gradient = compat.as_kind(HeldBackGradient, self.detach())
-        gradient._owner, gradient._is_cleared = self._owner, True
-        return gradient
+    def become(self, gradient: Tensor | None) -> None:
+        """What it stands for is reduced; `None`: no rank has used the parameter, which counts as zeros."""
+        self._gradient = torch.zeros(self.shape, dtype=self.dtype, device=self.device) if gradient is None else gradient
 
     @classmethod
     def __torch_function__(
@@ -82,31 +79,41 @@ class HeldBackGradient(Tensor):
             EngineStateError: A backward runs, in which nothing held back can be reduced, or the gradient was cleared before.
         """
         group, index = self._place()
-        local = group.entries[index].local
-        if isinstance(local.grad, HeldBackGradient):
+        if self._is_incomplete(group, index):
             group.reduce_held_back()
-        if isinstance(local.grad, HeldBackGradient):
-            raise EngineStateError(
-                f"the gradient of parameter {group.entries[index].name} is read or changed while a backward runs, and earlier "
-                "backwards under no_sync hold parts of it back; do it after the backward"
-            )
-        return torch.zeros_like(local.detach()) if local.grad is None else local.grad
+        if self._gradient is None:
+            self._refuse(group, index)
+        return self._gradient
 
     def zero(self) -> None:
         """Zero what is held back. Whether any rank used the parameter is not known before the reduction, so it stays held back."""
         group, index = self._place()
-        local = group.entries[index].local
-        if isinstance(local.grad, HeldBackGradient):
+        if self._gradient is None and group.entries[index].local.grad is not self:
+            self._refuse(group, index)
+        if self._is_incomplete(group, index):
             group.gradients.zero_held_back(index)
-        elif local.grad is not None:
-            local.grad.zero_()
+        elif self._gradient is not None:
+            self._gradient.zero_()
+
+    def _is_incomplete(self, group: ParameterGroup, index: int) -> bool:
+        """Whether it stands for something that is held back, or a later gradient, to be added to what it became, is."""
+        if self._gradient is None:
+            return group.gradients.is_held(index, self)
+        return group.gradients.is_behind(index, self._gradient)
 
     def _place(self) -> tuple[ParameterGroup, int]:
-        group, index = self._owner[0](), self._owner[1]
+        group = self._owner[0]()
         assert group is not None, "a parameter's gradient is read while its module exists"
-        if self._is_cleared:
+        return group, self._owner[1]
+
+    def _refuse(self, group: ParameterGroup, index: int) -> NoReturn:
+        name = group.entries[index].name
+        if group.gradients.is_held(index, self):
             raise EngineStateError(
-                f"a gradient of parameter {group.entries[index].name} is used that was held back under no_sync and was cleared or replaced "
-                "before ranks had reduced it, so its values are gone. Use it once before it is cleared: kept = parameter.grad * 1"
+                f"the gradient of parameter {name} is read or changed while a backward runs, and earlier backwards under no_sync hold "
+                "parts of it back; do it after the backward"
             )
-        return group, index
+        raise EngineStateError(
+            f"a gradient of parameter {name} is used that was held back under no_sync and was cleared or replaced before ranks had reduced "
+            "it, so its values are gone. Use it once before it is cleared: kept = parameter.grad * 1"
+        )

@@ -15,7 +15,6 @@ from torch.utils.hooks import RemovableHandle
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.engine.core.gradient_hooks import add_gradient_hook
-from lightning_mfsdp.engine.core.held_back import HeldBackGradient
 from lightning_mfsdp.engine.core.piece import Piece
 from lightning_mfsdp.engine.core.rows_exchange import sharded_alike
 from lightning_mfsdp.engine.core.sharded_functions import operate
@@ -123,13 +122,11 @@ class ShardedParameter(ShardedTensor):
             self._take_unnoticed()
         if self._local.grad is None:  # as all are while a forward is recorded
             self._refuse_in_recording()
-        if self.gradient_rows is not None and self.gradient_rows is not value:
-            self.settle_gradient(None)
         if value is None:
             self._local.grad = self.gradient_rows = None
             return
         rows = value if isinstance(value, ShardedTensor) and sharded_alike(value, self) else self._rows_of(value)
-        if rows is not self.gradient_rows:
+        if rows._local_tensor is not self._local.grad:
             rows.before_use()
         if rows.role is Role.OTHER:
             rows.become_gradient(self)
@@ -174,17 +171,9 @@ class ShardedParameter(ShardedTensor):
         group, index = self.place
         group.outdate_graphs(index)
 
-    def settle_gradient(self, instead: Tensor | None) -> None:
-        """What a program has kept of a gradient that is held back becomes `instead`, local rows; with `None` it was cleared."""
-        rows = self.gradient_rows
-        if rows is not None and isinstance(rows._local_tensor, HeldBackGradient):
-            rows._local_tensor = rows._local_tensor.cleared() if instead is None else instead
-
     def forget_former_gradient(self) -> None:
         """Drop the sharded tensor over a gradient that was cleared, or was held back before; it would keep memory alive."""
-        rows, grad, shown = self.gradient_rows, self._local.grad, self._shown_gradient()
-        if rows is not None and isinstance(rows._local_tensor, HeldBackGradient):
-            return  # a reduction is under way, which puts the gradient in its place
+        grad, shown = self._local.grad, self._shown_gradient()
         if grad is None or (shown is not None and shown._local_tensor is grad):
             self.gradient_rows = None
 

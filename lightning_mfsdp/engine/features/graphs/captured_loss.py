@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from lightning_mfsdp.base.containers import map_tensors, tensors_in
 from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.engine.core.functions import watch_backward
-from lightning_mfsdp.engine.core.gradients import Sync
+from lightning_mfsdp.engine.core.gradients import Sync, add_to_gradient
 from lightning_mfsdp.engine.features.graphs.recording import Recording
 
 __all__ = ["CapturedLoss", "capture_loss", "loss_in"]
@@ -245,15 +245,17 @@ class CapturedLoss(Recording):
             # The graph overwrites gradients of earlier microbatches, which are added again afterwards.
             mains = [gradients.main for gradients in self._context.gradients]
             kept = [(main, aside) for main in mains if (aside := main.set_aside())]
-            kept_whole = [(grad, whole.grad.clone()) for whole, grad in self._shown_whole if whole.grad is not None]
+            kept_whole = [(grad, grad.clone()) for whole, grad in self._shown_whole if whole.grad is grad]
             self._backward.replay()
             for main, aside in kept:
                 main.add(aside)
             for grad, before in kept_whole:
                 grad.add_(before)
-        for parameter, grad in (*self._shown, *self._shown_whole):
-            if parameter.grad is not grad:
-                parameter.grad = grad
+            for parameter, grad in (*self._shown, *self._shown_whole):
+                if (before := parameter.grad) is None:
+                    parameter.grad = grad
+                elif before is not grad:  # assigned since
+                    add_to_gradient(parameter, before, grad)
 
 
 def _own_state(module: nn.Module) -> dict[str, int]:
