@@ -436,10 +436,10 @@ def _unless_cleared(read):
 
 
 def what_is_kept_of_a_gradient_is_what_plain_pytorch_keeps_or_says_that_it_was_cleared(rank, world):
-    """After every order of four events, gradients kept after each: what was cleared before ranks had reduced it raises or is NaN."""
+    """Gradients kept after each of four events: what was cleared before ranks had reduced it raises or is NaN. At night every order."""
     for_all = ("hold", "sync", "clear", "zero", "read")
     every = ("hold", "sync", *EVENTS)
-    sequences = [*product(for_all, repeat=3), *pairwise(every, every, every)]
+    sequences = pairwise(every, every, every)
     models, plain = {sharding: sharded_chain(sharding=sharding) for sharding in STRATEGIES}, plain_chain()
     for number, events in enumerate(sequences):
         sharding = STRATEGIES[number % len(STRATEGIES)]
