@@ -57,8 +57,8 @@ class RayMFSDPStrategy(MFSDPStrategy):
         environment = options.pop("cluster_environment", None)
         if environment is not None:
             raise ValueError(
-                f"RayMFSDPStrategy(cluster_environment={type(environment).__name__}(...)): ranks of Ray's workers come from Ray, so leave "
-                "it out; for processes that Ray has not started use MFSDPStrategy, which takes one"
+                f"RayMFSDPStrategy(cluster_environment={type(environment).__name__}(...)): ranks of Ray's workers come from Ray. Leave it "
+                "out; for processes that Ray has not started use MFSDPStrategy, which takes one"
             )
         from ray.train.lightning import RayLightningEnvironment
 

@@ -142,7 +142,7 @@ def test_options_that_are_rays_are_refused(options: dict[str, Any]) -> None:
 
 
 def test_another_source_of_ranks_is_refused_and_none_is_none(ray: Reports) -> None:
-    with pytest.raises(ValueError, match=r"cluster_environment=LightningEnvironment\(.*leave it out"):
+    with pytest.raises(ValueError, match=r"cluster_environment=LightningEnvironment\(.*Leave it out"):
         RayMFSDPStrategy(cluster_environment=LightningEnvironment())
     RayMFSDPStrategy(cluster_environment=None)
 
