@@ -39,6 +39,7 @@ import torch.distributed as dist
 
 from lightning_mfsdp.launch import relay
 from lightning_mfsdp.launch.checks import files_needed
+from lightning_mfsdp.launch.children import call_in_children
 from lightning_mfsdp.launch.relay import GRACE_S, RELAY_KILLED, Line
 
 __all__ = ["Peers", "addresses_of_host", "network_of_host"]
@@ -75,7 +76,8 @@ class Peers:
         self._wake_reader, self._wake = socket.socketpair()
         self._wake.setblocking(False)
         for end in (self._wake_reader, self._wake, line.socket):
-            _close_in_children(end)
+            # A forked process would keep the connection open after its rank was killed.
+            call_in_children(end.close)
         self._changed = threading.Condition()
         self._begun = 0  # batches, since work began
         self.requeue = False
@@ -419,14 +421,3 @@ def addresses_of_host() -> list[str]:
         for address in dict.fromkeys(addresses)
         if address and not address.startswith("127.") and address != "::1"
     ] or _LOOPBACK
-
-
-def _close_in_children(end: socket.socket) -> None:
-    """A forked process, such as a loader's worker, would keep a connection open after its rank was killed."""
-    number = end.fileno()
-
-    def close() -> None:
-        if end.fileno() == number:
-            end.close()
-
-    os.register_at_fork(after_in_child=close)
