@@ -297,7 +297,7 @@ def with_others(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[
     """
 
     @wraps(method)
-    def explained(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
+    def explained(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return method(self, *args, **kwargs)
         except CollectiveError:
