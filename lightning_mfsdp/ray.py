@@ -43,7 +43,8 @@ class RayMFSDPStrategy(MFSDPStrategy):
         options: As for `MFSDPStrategy`.
 
     Raises:
-        ValueError: `timeout` or `process_group_backend` was given: Ray connects the processes, as its `TorchConfig` says.
+        ValueError: `timeout`, `process_group_backend` or `cluster_environment` was given: Ray connects the processes, as its
+            `TorchConfig` says, and knows their ranks.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -53,6 +54,12 @@ class RayMFSDPStrategy(MFSDPStrategy):
                     f"RayMFSDPStrategy({name}=...) would have no effect, because Ray connects the processes; give TorchTrainer "
                     f"torch_config=TorchConfig({instead}=...) instead"
                 )
+        environment = options.pop("cluster_environment", None)
+        if environment is not None:
+            raise ValueError(
+                f"RayMFSDPStrategy(cluster_environment={type(environment).__name__}(...)): ranks of Ray's workers come from Ray. Leave it "
+                "out; for processes that Ray has not started use MFSDPStrategy, which takes one"
+            )
         from ray.train.lightning import RayLightningEnvironment
 
         super().__init__(cluster_environment=RayLightningEnvironment(), **options)

@@ -1,5 +1,6 @@
 """NaNGradientReporter: reports on which rank, and in which parameters, gradients became NaN or infinite, and skips or ends steps.
 
+    on_before_backward           the loss is checked as well, so that a report says whether NaN arose in the forward
     on_after_backward            this rank's own gradients were checked as they arose, before the reduction (gradient_watch.py)
     on_before_optimizer_step     all ranks are queried; "raise" and "skip" wait for the result, "warn" reads that of an earlier step
 
@@ -73,6 +74,10 @@ class NaNGradientReporter(Callback):
         self._watch = GradientWatch(pl_module)
         self._hears_steps = False
         self._log(trainer)
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Note whether the loss is finite: on the device, without waiting."""
+        self._watching.note_loss(loss)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note that what the next backward finds belongs to the next microbatch."""

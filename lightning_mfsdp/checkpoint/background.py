@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_mfsdp.base.errors import CollectiveError
 from lightning_mfsdp.checkpoint.state.dcp_shard import DcpShard
 
 __all__ = ["BackgroundSaver", "Staging"]
@@ -86,7 +87,7 @@ class BackgroundSaver:
         """Wait for the save, and run the actions that waited for it.
 
         Raises:
-            RuntimeError: The save failed; from its error.
+            RuntimeError: The save failed; from its error. `CollectiveError`: because another rank is missing.
         """
         if self._save is None:
             return
@@ -100,7 +101,10 @@ class BackgroundSaver:
                     f"{doing} was left out: the checkpoint saved before it failed; remove by hand what is not wanted",
                     stacklevel=2,
                 )
-            raise RuntimeError(f"a checkpoint saved in the background failed: {error}") from error
+            failed = f"a checkpoint saved in the background failed: {error}"
+            if isinstance(error, CollectiveError):
+                raise CollectiveError(failed) from error
+            raise RuntimeError(failed) from error
         for doing, action in waiting:
             try:
                 action()

@@ -111,7 +111,8 @@ class ShardedContent:
             writer = location.writer(place.path, on_host=self.on_host)
             # It ensures that an error on one rank is raised on all.
             planner = CountingSavePlanner(progress)
-            metadata = dcp_save(self.state, storage_writer=writer, planner=planner, process_group=ranks.group)
+            with ranks.joining():
+                metadata = dcp_save(self.state, storage_writer=writer, planner=planner, process_group=ranks.group)
 
             def finish() -> None:
                 location.check_written(place, metadata, ranks)

@@ -52,7 +52,12 @@ from lightning_mfsdp.engine.core.inspect import (
 from lightning_mfsdp.engine.core.policy import MixedPrecisionPolicy
 from lightning_mfsdp.engine.features.buffers import broadcast_buffers
 from lightning_mfsdp.engine.features.ema import AveragedWeights
-from lightning_mfsdp.engine.features.gradient_watch import GradientWatch, NonFiniteGradients, NonFiniteParameter
+from lightning_mfsdp.engine.features.gradient_watch import (
+    GradientWatch,
+    NonFiniteGradients,
+    NonFiniteLoss,
+    NonFiniteParameter,
+)
 from lightning_mfsdp.engine.features.graphs.capture import CapturedStep, capture_step
 from lightning_mfsdp.engine.features.graphs.captured_loss import CapturedLoss, capture_loss
 from lightning_mfsdp.engine.features.lerp import lerp_
@@ -76,6 +81,7 @@ __all__ = [
     "MemoryTimeline",
     "MixedPrecisionPolicy",
     "NonFiniteGradients",
+    "NonFiniteLoss",
     "NonFiniteParameter",
     "ParameterView",
     "RowPlacement",

@@ -3,8 +3,9 @@
 Every rank has a connection to the relay of its host (relay.py, which says how a failure travels), and a thread that reads it; a step costs
 a comparison of two numbers, and nothing is sent. The messages, by their keys:
 
-    stop      a rank received SIGTERM, or the signal that asks for a requeue. The hub answers with `report`: all report which batch they
-              have `begun` and begin none meanwhile. The hub takes the largest, so that all `stop after` the same one
+    stop      a rank received SIGTERM, or the signal that asks for a requeue, and begins no batch from then on. The hub answers with
+              `report`: all report which batch they have `begun` and begin none meanwhile. The hub takes the largest, so that all `stop
+              after` the same one
     failed    a rank has an exception. If all ranks have one, in the same place, they are `together` and may save. Otherwise (`apart`) all
               learn which ranks failed, and abort their communicators: no rank waits for collectives that never end
     at work   a rank has begun or ended an entry point of the Trainer: where its process ends meanwhile, it was killed. All are told of
@@ -38,6 +39,7 @@ import torch.distributed as dist
 
 from lightning_mfsdp.launch import relay
 from lightning_mfsdp.launch.checks import files_needed
+from lightning_mfsdp.launch.children import call_in_children
 from lightning_mfsdp.launch.relay import GRACE_S, RELAY_KILLED, Line
 
 __all__ = ["Peers", "addresses_of_host", "network_of_host"]
@@ -74,7 +76,8 @@ class Peers:
         self._wake_reader, self._wake = socket.socketpair()
         self._wake.setblocking(False)
         for end in (self._wake_reader, self._wake, line.socket):
-            _close_in_children(end)
+            # A forked process would keep the connection open after its rank was killed.
+            call_in_children(end.close)
         self._changed = threading.Condition()
         self._begun = 0  # batches, since work began
         self.requeue = False
@@ -126,7 +129,11 @@ class Peers:
     # -- stopping ------------------------------------------------------------------------------------------------------
 
     def ask_to_stop(self, *, requeue: bool = False) -> None:
-        """Have all ranks stop after the same batch, and tell them whether the job is to be requeued. May be called in a signal handler."""
+        """Have all ranks stop after the same batch, and tell them whether the job is to be requeued. May be called in a signal handler.
+
+        That is the batch in which the signal came, unless another rank has begun a later one.
+        """
+        self._is_paused = True  # so that how fast messages travel does not decide how many batches follow
         self._send({"stop": True, "requeue": requeue})
 
     def may_begin_batch(self) -> bool:
@@ -293,7 +300,7 @@ class Peers:
                 self._is_paused, self._stop_after = False, message["stop after"]
                 self.requeue = self.requeue or message["requeue"]
             elif "together" in message:
-                self._verdict = "together"
+                self._verdict, self._is_paused = "together", False
             elif "apart" in message and self._verdict != "apart" and not self.is_closed:
                 self._verdict, self._failures, self._is_paused = "apart", message["apart"], False
                 threading.Thread(target=self._stop_waiting, name="mfsdp-abort", daemon=True).start()
@@ -414,14 +421,3 @@ def addresses_of_host() -> list[str]:
         for address in dict.fromkeys(addresses)
         if address and not address.startswith("127.") and address != "::1"
     ] or _LOOPBACK
-
-
-def _close_in_children(end: socket.socket) -> None:
-    """A forked process, such as a loader's worker, would keep a connection open after its rank was killed."""
-    number = end.fileno()
-
-    def close() -> None:
-        if end.fileno() == number:
-            end.close()
-
-    os.register_at_fork(after_in_child=close)

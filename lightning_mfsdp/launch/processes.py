@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,9 +29,11 @@ if TYPE_CHECKING:
 
     from lightning_mfsdp.launch.peers import Peers
 
-__all__ = ["ProcessStrategy"]
+__all__ = ["ProcessStrategy", "with_others"]
 
 T = TypeVar("T")
+P = ParamSpec("P")
+S = TypeVar("S", bound="ProcessStrategy")
 
 # What Lightning calls the first barrier of a run, right after it has installed its handlers of signals.
 RUN_BEGINS = "run-stage"
@@ -285,3 +288,20 @@ class ProcessStrategy(ParallelStrategy):
 def _described(error: BaseException | None) -> str:
     """Description for other ranks: type and first lines."""
     return f"{type(error).__name__}: {str(error)[:500]}".rstrip(": ")
+
+
+def with_others(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+    """A method in which all ranks save or load: where one is missing, the error says which failed, as far as that is known.
+
+    Only of errors that are about ranks for certain: storage behind a network loses connections, too, and a program may go on after that.
+    """
+
+    @wraps(method)
+    def explained(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(self, *args, **kwargs)
+        except CollectiveError:
+            with self._with_others():
+                raise
+
+    return explained

@@ -36,7 +36,6 @@ import socket
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
@@ -482,7 +481,7 @@ def _main(host: str, ranks: Sequence[int], world_size: int | None, is_reachable:
     for name in _IGNORED:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     listener = open_listener(is_reachable)
-    token = uuid.uuid4().hex
+    token = os.urandom(16).hex()
     sys.stdout.write(json.dumps([listener.getsockname()[1], token]))
     sys.stdout.flush()
     if os.fork():  # so that the rank need not wait for it at its end

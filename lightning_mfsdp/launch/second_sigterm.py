@@ -20,13 +20,13 @@ import contextlib
 import ctypes
 import faulthandler
 import logging
-import os
 import signal
 import socket
 import threading
-import weakref
 from collections.abc import Callable
 from types import FrameType
+
+from lightning_mfsdp.launch.children import call_in_children
 
 __all__ = ["SECOND_S", "SecondSigterm"]
 
@@ -53,8 +53,7 @@ class SecondSigterm:
         others = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         if others != -1:
             signal.set_wakeup_fd(others)
-        forget = weakref.WeakMethod(self._forget_in_fork)
-        os.register_at_fork(after_in_child=lambda: None if (own := forget()) is None else own())
+        call_in_children(self._forget_in_fork)
         self._thread = threading.Thread(target=self._run, name="mfsdp-second-sigterm", daemon=True)
         self._thread.start()
 

@@ -43,10 +43,20 @@ _SHARDING_OF_FSDP = {
 }
 
 
+# Of options whose choices do not explain themselves: what is said beside the choices.
+_EXAMPLES = {
+    "offload": 'offload="optimizer" keeps main weights and optimizer state in host memory',
+    "unused_parameters": 'parameters that no rank used have no gradient, and with unused_parameters="zero" one of zeros',
+    "accumulation": "the Trainer says how many batches a step has, such as Trainer(accumulate_grad_batches=4)",
+    "state_dict_type": 'state_dict_type="sharded" saves a directory, and state_dict_type="full" one file',
+}
+
+
 def check_choice(argument: str, value: object, choices: tuple[object, ...]) -> None:
     """Raise a ValueError unless `value` is one of `choices`."""
     if value not in choices:
-        raise ValueError(f"{argument}={value!r}: expected one of {', '.join(map(repr, choices))}")
+        example = f"; {_EXAMPLES[argument]}" if argument in _EXAMPLES else ""
+        raise ValueError(f"{argument}={value!r}: expected one of {', '.join(map(repr, choices))}{example}")
 
 
 def check_duration(argument: str, value: object) -> None:
@@ -60,7 +70,9 @@ def check_duration(argument: str, value: object) -> None:
 def check_samples(argument: str, value: object) -> None:
     """Raise a ValueError unless `value` is a positive number of samples, or `None`."""
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise ValueError(f"{argument}={value!r}: expected a positive number of samples, or None")
+        raise ValueError(
+            f"{argument}={value!r}: expected a positive number of samples, such as {argument}=512, or None"
+        )
 
 
 def check_context_dims(dims: object) -> None:
@@ -138,7 +150,8 @@ def check_policy(policy: object) -> None:
     """Raise a TypeError unless it is a policy or `None`."""
     if policy is not None and not isinstance(policy, MixedPrecisionPolicy):
         raise TypeError(
-            f"policy: expected a MixedPrecisionPolicy or None, got {policy!r}; strings go to precision, of the Trainer or Fabric"
+            f"policy: expected a MixedPrecisionPolicy or None, got {policy!r}; strings go to precision, of the Trainer or Fabric, such as "
+            'precision="bf16-mixed"'
         )
 
 

@@ -24,7 +24,10 @@ def compile_options(value: object) -> dict[str, Any] | None:
         return {} if value else None
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return dict(value)
-    raise TypeError(f"compile={value!r}: expected True, False or a mapping of options for torch.compile")
+    raise TypeError(
+        f"compile={value!r}: expected True, False or a mapping of options for torch.compile, such as "
+        '{"mode": "max-autotune-no-cudagraphs"}'
+    )
 
 
 def compile_units(root: nn.Module, options: Mapping[str, Any]) -> list[str]:

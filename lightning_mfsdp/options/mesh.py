@@ -17,6 +17,8 @@ from lightning_mfsdp.engine.internals import CONTEXT, DATA, EXPERT, OUTER, SHARD
 
 __all__ = ["MeshSizes", "RunMesh"]
 
+_MAY_BE_AUTO = ("data", "data_parallel_size", "tensor_parallel_size")
+
 # Lightning's names for the axes of a mesh (ModelParallelStrategy).
 _LIGHTNING_AXES = ("data_parallel", "tensor_parallel")
 
@@ -62,6 +64,7 @@ class MeshSizes:
 
     Raises:
         ValueError: A size that is none, or sizes beside a mesh.
+        TypeError: A mesh that is none.
     """
 
     data: int | Literal["auto"] = "auto"
@@ -76,12 +79,15 @@ class MeshSizes:
 
     def __post_init__(self) -> None:
         for argument, size in self._sizes_by_argument().items():
-            named = (
-                size == "auto" and argument in ("data", "data_parallel_size", "tensor_parallel_size")
-            ) or size is None
+            named = (size == "auto" and argument in _MAY_BE_AUTO) or size is None
             if not named and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-                raise ValueError(f"{argument}={size!r}: expected a positive number of ranks")
+                choices = "a positive number of ranks" + (' or "auto"' if argument in _MAY_BE_AUTO else "")
+                raise ValueError(f"{argument}={size!r}: expected {choices}, such as {argument}=2")
         if self.mesh is not None:
+            if not isinstance(self.mesh, DeviceMesh):
+                raise TypeError(
+                    f"mesh={self.mesh!r}: expected a DeviceMesh or None; sizes of axes are options of their own, such as data=4, outer=2"
+                )
             self._check_mesh(self.mesh)
         if self.data != "auto" and self.data_parallel not in (None, "auto"):
             raise ValueError(

@@ -98,6 +98,7 @@ class StrategyOptions(DeclaredOptions):
         check_choice("side_doors", self.side_doors, ("find", "follow", "raise"))
         check_choice("offload", self.offload, (None, "optimizer"))
         check_choice("unused_parameters", self.unused_parameters, ("none", "zero"))
+        check_choice("symmetric_memory", self.symmetric_memory, (True, False))
         check_choice("broadcast_buffers", self.broadcast_buffers, (True, False))
         check_choice("accumulation", self.accumulation, ("local", "sharded"))
         check_choice("context_method", self.context_method, ("auto", *METHODS))
@@ -357,6 +358,7 @@ class TrainerOptions(StrategyOptions, DeclaredTrainerOptions):
         check_cuda_graph(self.cuda_graph, self.storage, self.offload, divides=self.mesh_sizes.divides_sequences)
         check_recompute_graph(self.cuda_graph, self.recompute)
         check_expert_graph(self.cuda_graph, self.expert, self.expert_dispatcher)
+        check_choice("free_gradients", self.free_gradients, (True, False))
         check_choice("async_save", self.async_save, (True, False))
         check_samples("global_batch_size", self.global_batch_size)
 

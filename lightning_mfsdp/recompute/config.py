@@ -109,7 +109,10 @@ def as_recompute(value: Recompute | Mapping[str, Any] | None) -> Recompute | Non
     if value is None or isinstance(value, Recompute):
         return value
     if not isinstance(value, Mapping):
-        raise TypeError(f"recompute={value!r}: expected a Recompute, a mapping of its options, or None")
+        raise TypeError(
+            f'recompute={value!r}: expected a Recompute, a mapping of its options, or None; recompute={{"method": "uniform"}} recomputes '
+            "whole layers"
+        )
     options = [option.name for option in fields(Recompute)]
     unknown = [name for name in value if name not in options]
     if unknown:

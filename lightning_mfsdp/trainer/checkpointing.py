@@ -33,7 +33,7 @@ from lightning_mfsdp.checkpoint.state.index import ParameterIndex
 from lightning_mfsdp.checkpoint.state.parameter_state import PARAMETER_STATES, ParameterState, dcp_shards, full_tensors
 from lightning_mfsdp.engine import collectives_begun
 from lightning_mfsdp.launch import slurm
-from lightning_mfsdp.launch.processes import ProcessStrategy
+from lightning_mfsdp.launch.processes import ProcessStrategy, with_others
 from lightning_mfsdp.trainer.callback_hooks import HasParameterState, prepare_optimizers
 from lightning_mfsdp.trainer.continuation import (
     GRADIENTS,
@@ -190,6 +190,7 @@ class CheckpointingStrategy(ProcessStrategy):
             return full_tensors(ParameterIndex(self._module), state.rows(), keep=self.is_global_zero)
         return dcp_shards(ParameterIndex(self._module), state.rows())
 
+    @with_others
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """What hooks of the module see before it is saved: sharded tensors, or whole ones on rank 0 and nothing elsewhere."""
         if self._is_alone:
@@ -197,6 +198,7 @@ class CheckpointingStrategy(ProcessStrategy):
         state = super().lightning_module_state_dict()
         return full_model_state(state, keep=self.is_global_zero) if self.state_dict_type == "full" else state
 
+    @with_others
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """State by parameter name, of the rows this rank owns; or whole, as without sharding, on rank 0."""
         if self._is_alone:
@@ -206,6 +208,7 @@ class CheckpointingStrategy(ProcessStrategy):
             return full_optimizer_state(plain, keep=self.is_global_zero)
         return lightning_io.optimizer_state(ParameterIndex(self._module), plain)
 
+    @with_others
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
@@ -411,6 +414,7 @@ class CheckpointingStrategy(ProcessStrategy):
         remove = super().remove_checkpoint
         self._saver.after(f"removing {filepath}", lambda: remove(filepath))
 
+    @with_others
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Open a checkpoint for the hooks that may change it. Weights and optimizer states in it are not read yet.
 
@@ -432,6 +436,7 @@ class CheckpointingStrategy(ProcessStrategy):
             compare_hyperparameters(location, checkpoint, self._module)
         return checkpoint
 
+    @with_others
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Read weights, after `on_load_checkpoint` of the LightningModule and before that of callbacks.
 
@@ -462,6 +467,7 @@ class CheckpointingStrategy(ProcessStrategy):
         self.precision_plugin.take_fp8_scaling({_MODEL: self._module}, content)  # type: ignore[attr-defined]
         self._restore_rank_state(content)
 
+    @with_others
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Read optimizer states, after `on_load_checkpoint` of callbacks.
 
@@ -488,6 +494,7 @@ class CheckpointingStrategy(ProcessStrategy):
             action()
         self._at_first_step.clear()
 
+    @with_others
     def finish_saving(self) -> None:
         """Wait for a save in the background, and free its memory.
 

@@ -172,21 +172,24 @@ class _ResumableLoader(DataLoader[Any]):
                 f"global_batch_size={step}, and the checkpoint was saved inside an epoch, after {begun} of its samples, where no step of "
                 f"{step} samples begins. Resume with the global batch size that it was saved with, or from a checkpoint of an epoch's end"
             )
-        if not of_step:
-            return False
-        rank_zero_info(
-            f"the checkpoint was saved inside a step, by ranks that read {position['samples_at_a_time']} samples at a time, and these read "
-            f"{self._samples_at_a_time} and make steps of {step}: they begin that step again, with the {of_step} samples that it had read"
-        )
-        missing = (len(self) - self._batches_after(begun)) % accumulates
-        if missing:
+        if of_step:
+            rank_zero_info(
+                f"the checkpoint was saved inside a step, by ranks that read {position['samples_at_a_time']} samples at a time, and these "
+                f"read {self._samples_at_a_time} and make steps of {step}: they begin that step again, with the {of_step} samples that it "
+                "had read"
+            )
+        left = self._batches_after(begun)
+        of_first = accumulates - (len(self) - left) % accumulates
+        if of_first < min(accumulates, left):  # the last step of an epoch has what is left in any case
+            place = "inside a step that began" if of_step else "between two steps,"
             rank_zero_warn(
-                f"the checkpoint was saved inside a step that began after {begun} samples of an epoch. Steps of {step} samples do not "
-                f"begin there, so the first one has {accumulates - missing} of {accumulates} batches, and its loss is divided by "
-                f"{accumulates}. Set MFSDPStrategy(global_batch_size=...) for the same steps on any number of ranks",
+                f"the checkpoint was saved {place} after {begun} samples of an epoch. Steps of {step} samples do not begin there, so the "
+                f"first one has {of_first} of {accumulates} batches, and its loss is divided by {accumulates}. Set "
+                "MFSDPStrategy(global_batch_size=...) for the same steps on any number of ranks; for steps of another size resume from a "
+                "checkpoint of an epoch's end",
                 category=PossibleUserWarning,
             )
-        return True
+        return bool(of_step)
 
     def go_on(self, position: Mapping[str, int]) -> int:
         """Begin at a stored position; returns the batches of this epoch that lie before it."""

@@ -183,6 +183,29 @@ def where_every_rank_has_all_of_a_weight_numpy_reads_and_pickles_keep_it(rank, w
         copy.copy(model.out.weight)
 
 
+def a_shallow_copy_lies_in_the_same_memory(rank, world):
+    problems = Problems()
+    for sharding in STRATEGIES:
+        nets = plain_chain(), sharded_chain(sharding=sharding)
+        results = []
+        for net in nets:
+            loss_of(net, inputs(0)).backward()
+            weight, own = net.out.weight, net.layers[0].weight.detach().clone().requires_grad_()
+            copies = [copy.copy(tensor) for tensor in (weight.detach(), weight.grad, own)]
+            with torch.no_grad():
+                for number, tensor in enumerate(copies):
+                    tensor.fill_(number)
+            assert [tensor.requires_grad for tensor in copies] == [False, False, True]
+            results.append((weight.detach(), weight.grad, own.detach(), loss_of(net, inputs(1)).detach()))
+        for expected, found in zip(*results, strict=True):
+            problems.close(full(found), expected, sharding)
+    problems.finish()
+
+
+def full(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 def a_backward_to_chosen_parameters_gives_these_a_gradient_and_no_others(rank, world):
     problems = Problems()
     for sharding, chosen in in_turn(
@@ -226,6 +249,7 @@ CASES = (
     a_backward_to_chosen_parameters_gives_these_a_gradient_and_no_others,
     a_dtype_of_gradients_that_would_have_no_effect_is_refused,
     containers_without_a_forward_are_no_units,
+    a_shallow_copy_lies_in_the_same_memory,
     where_every_rank_has_all_of_a_weight_numpy_reads_and_pickles_keep_it,
     gradients_are_there_on_all_ranks_or_on_none,
     gradients_may_follow_the_main_weights,

@@ -558,6 +558,23 @@ def test_a_dispatch_mode_sees_what_a_function_is_made_of():
     assert "div" in seen
 
 
+def test_a_tensor_inside_transforms_has_a_level_for_each_and_is_alone_outside():
+    plain = torch.tensor([3.0, 5.0], requires_grad=True)
+    levels = []
+
+    def loss(value):
+        levels.extend(compat.at_all_levels(value))
+        return value.square()
+
+    gradient = torch.func.vmap(torch.func.grad(loss))(plain)
+    assert [type(level) for level in levels] == 3 * [Tensor]
+    assert levels[2] is plain
+    assert [level.shape for level in levels] == [(), (), (2,)]
+    assert gradient.tolist() == [6.0, 10.0]
+    assert compat.at_all_levels(plain)[0] is plain
+    assert len(compat.at_all_levels(plain)) == 1
+
+
 def test_setting_data_is_told_from_reading_it():
     assert torch.Tensor.data.__set__ == compat.set_data
     assert torch.Tensor.data.__get__ != compat.set_data

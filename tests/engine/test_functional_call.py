@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call, grad, hessian, jacrev, vjp, vmap
 
-from lightning_mfsdp import EngineStateError, fully_shard
+from lightning_mfsdp import EngineStateError, around_backward, fully_shard
 from tests.engine.cases import Problems
 from tests.engine.worlds import by_world, check
+from tests.helpers import chain
 
 SHARDINGS = ("no_shard", "optim_grads_params")
 
@@ -163,6 +164,39 @@ def sharded_weights_inside_a_transform_are_refused_with_what_to_pass(rank: int, 
         torch.testing.assert_close(model(x), plain(x))
 
 
+def a_gradient_of_a_gradient_that_reads_resharded_weights_names_them_and_a_sharding_that_works(
+    rank: int, world: int
+) -> None:
+    """With whichever error PyTorch has: it looks at versions in some of these, and in others not."""
+    x = chain.inputs(1)
+    programs = {
+        "grad": lambda net: grad(lambda rows: net(rows).square().sum())(x),
+        "vmap grad": lambda net: vmap(grad(lambda row: net(row).square().sum()))(x),
+        "grad grad": lambda net: grad(lambda a: grad(lambda b: net(b).square().sum())(a).square().sum())(x),
+        "jacrev": lambda net: jacrev(net)(x[0]),
+        "hessian": lambda net: hessian(lambda row: net(row).sum())(x[0]),
+        "vjp": lambda net: vjp(net, x)[1](torch.ones(3, 3))[0],
+    }
+    problems, plain = Problems(), chain.plain_chain()
+    for name, program in programs.items():
+        model, other = chain.sharded_chain(sharding="optim_grads_params"), chain.sharded_chain(sharding="optim_grads")
+        with (
+            pytest.raises(
+                EngineStateError, match=r'^layers\.\d.*: a backward read its weight .*sharding="optim_grads"'
+            ),
+            around_backward(model),
+        ):
+            program(model).square().sum().backward()
+        problems.close(model(x), plain(x), f"{name}: afterwards")
+        plain.zero_grad()
+        for net in (plain, other):
+            program(net).square().sum().backward()
+        for key, expected in plain.named_parameters():
+            if expected.grad is not None:
+                problems.close(other.get_parameter(key).grad.full_tensor(), expected.grad, f"{name} {key}")  # type: ignore[union-attr]
+    problems.finish()
+
+
 CASES = (
     a_backward_outside_of_vmap_gathers_the_weights_that_are_read_inside,
     sharded_weights_inside_a_transform_are_refused_with_what_to_pass,
@@ -173,7 +207,10 @@ CASES = (
     transforms_of_torch_func_see_it_as_a_function,
     parameters_of_another_module_are_refused_with_what_to_pass,
 )
-WORLDS = {1: CASES, 2: CASES}
+WORLDS = {
+    1: CASES,
+    2: (*CASES, a_gradient_of_a_gradient_that_reads_resharded_weights_names_them_and_a_sharding_that_works),
+}
 
 
 @by_world(WORLDS)

@@ -146,6 +146,37 @@ def a_sum_that_overflows_is_no_rank_s_own(rank: int, world: int) -> None:
         assert "finite on every rank before the reduction" in str(found)
 
 
+def says_whether_the_loss_was_finite_already(rank: int, world: int) -> None:
+    model = sharded()
+    watch = GradientWatch(model)
+    for size, factors, expected in (
+        (NAN, {}, "the loss was NaN before its backward, on rank {last} in microbatch 1"),
+        (INF, {}, "the loss was Inf before its backward, on rank {last} in microbatch 1"),
+        (1.0, {"first": NAN}, "every loss was finite before its backward"),
+    ):
+        for microbatch in range(2):
+            is_bad = microbatch == 1 and rank == world - 1
+            like = next(model.parameters())
+            model.factors = factors if is_bad else {}
+            loss = model(torch.ones(2, WIDTH, device=like.device)).sum() * (size if is_bad else 1.0)
+            watch.note_loss(loss)
+            loss.backward()
+            watch.end_backward()
+        found = watch.check()
+        assert found is not None
+        assert str(found).splitlines()[1].strip() == expected.format(last=world - 1)
+        assert {parameter.microbatch for parameter in found.parameters} == {1}
+        model.zero_grad()
+    watch.note_loss(torch.tensor(NAN, device=like.device))
+    backward(model)
+    assert watch.check() is None, "the gradients decide whether there is anything to report"
+    model.zero_grad()
+    backward(model, {"first": NAN})
+    found = watch.check()
+    assert found is not None
+    assert found.loss is None, "that of an earlier step is forgotten"
+
+
 def what_the_user_cleared_is_no_finding(rank: int, world: int) -> None:
     model = sharded()
     watch = GradientWatch(model)
@@ -223,6 +254,7 @@ ALONE: list[Callable[[int, int], None]] = [
     names_unit_and_rank_before_ranks_are_mixed,
     asks_for_one_optimizer_and_then_for_the_other,
     large_numbers_of_float64_are_finite,
+    says_whether_the_loss_was_finite_already,
     what_the_user_cleared_is_no_finding,
     training_is_to_the_bit_as_without,
     modules_that_are_not_roots_are_refused,
@@ -233,6 +265,7 @@ TOGETHER: list[Callable[[int, int], None]] = [
     names_the_first_microbatch_of_a_step_and_begins_anew_after_it,
     asks_for_one_optimizer_and_then_for_the_other,
     a_sum_that_overflows_is_no_rank_s_own,
+    says_whether_the_loss_was_finite_already,
     answers_come_late_and_in_order,
     parameters_that_are_not_sharded_are_watched_too,
     nobody_looks_without_a_watch_or_after_close,

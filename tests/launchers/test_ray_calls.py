@@ -141,6 +141,12 @@ def test_options_that_are_rays_are_refused(options: dict[str, Any]) -> None:
         RayMFSDPStrategy(**options)
 
 
+def test_another_source_of_ranks_is_refused_and_none_is_none(ray: Reports) -> None:
+    with pytest.raises(ValueError, match=r"cluster_environment=LightningEnvironment\(.*Leave it out"):
+        RayMFSDPStrategy(cluster_environment=LightningEnvironment())
+    RayMFSDPStrategy(cluster_environment=None)
+
+
 def test_a_number_of_steps_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match="expected 1 or more"):
         RayReport(every_n_train_steps=0)

@@ -257,6 +257,39 @@ def an_average_and_gradients_of_ones_own_loop_begin_again(rank: int, world: int)
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+def hooks_and_attributes_of_parameters_that_are_sharded_again_stay(rank: int, world: int) -> None:
+    for sharding in ("no_shard", "optim_grads_params"):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), nn.Linear(3, 3))
+        model[2].bias.group = "before"
+        fully_shard(model[1], sharding=sharding)
+        fully_shard(model, sharding=sharding)
+        calls: list[str] = []
+        handles = {}
+        for name, parameter in model.named_parameters():
+            parameter.mark = name
+            handles[name] = parameter.register_post_accumulate_grad_hook(
+                lambda parameter, calls=calls: calls.append(parameter.mark if parameter.grad is not None else "")
+            )
+            parameter.register_hook(lambda gradient: gradient * 2)
+        model[2].bias.group = "changed"
+        model[1].append(nn.Linear(3, 3))
+        model[0].weight = nn.Parameter(torch.ones(3, 3))
+        shard_added(model, [], sharding=sharding)
+        names = sorted(handles.keys() - {"0.weight"})
+        assert [getattr(model.get_parameter(name), "mark", None) for name in names] == names
+        assert model[2].bias.group == "changed"
+        assert not hasattr(model[0].weight, "mark"), "another parameter is there"
+        model(torch.ones(2, 3)).sum().backward()
+        assert sorted(calls) == names
+        assert model[2].bias.grad.full_tensor().tolist() == [4.0] * 3, "twice the number of rows"
+        handles["0.bias"].remove()
+        calls.clear()
+        model(torch.ones(2, 3)).sum().backward()
+        assert sorted(calls) == names[1:]
+        unshard_model(model)
+        assert vars(model[2].bias) == {"group": "changed", "mark": "2.bias"}
+
+
 def an_average_of_weights_that_were_sharded_again_begins_again(rank: int, world: int) -> None:
     model, ema = seeded(), ShardedEMA(0.5)
     make_trainer("", world, strategy=MFSDPStrategy(units=["Block"]), callbacks=[ema]).fit(
@@ -291,6 +324,7 @@ CASES = (
     new_layers_are_cast_and_old_optimizers_told,
     an_average_of_weights_that_were_sharded_again_begins_again,
     an_average_and_gradients_of_ones_own_loop_begin_again,
+    hooks_and_attributes_of_parameters_that_are_sharded_again_stay,
 )
 BETWEEN = {1: (a_head_is_replaced,), 2: (*CASES, ranks_with_other_layers_are_told)}
 

@@ -149,7 +149,7 @@ def without_option(rank: int, world: int, path: str, accumulates: int, saves: in
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         result = fit(world, path if saves is None else None, callbacks, size=None, accumulate_grad_batches=accumulates)
-    result["said"] = [str(warning.message) for warning in said if "saved inside a step" in str(warning.message)]
+    result["said"] = [str(warning.message) for warning in said if "do not begin there" in str(warning.message)]
     return result
 
 
@@ -166,6 +166,26 @@ def test_without_the_option_a_step_that_other_ranks_began_begins_again(tmp_path:
     assert "began after 8 samples of an epoch. Steps of 16 samples do not begin there" in said
     assert "the first one has 2 of 4 batches" in said
     assert batches(results)[1] == batches(whole_run)[1], "no sample is lost"
+
+
+@pytest.mark.parametrize(("world", "accumulates", "batches_of_first"), [(1, 8, "4 of 8"), (2, 4, "2 of 4"), (2, 2, "")])
+def test_a_smaller_first_step_after_one_that_was_complete_is_told(
+    tmp_path: Path, world: int, accumulates: int, batches_of_first: str
+) -> None:
+    """With another number of accumulated batches, or of ranks, where steps of the new size do not begin at that place."""
+    path = str(tmp_path / "between.ckpt")
+    whole_run = run_distributed(without_option, 1, path, 4, 4)
+    results = run_distributed(without_option, world, path, accumulates, None)
+    if batches_of_first:
+        (said,) = results[0]["said"]
+        assert (
+            f"saved between two steps, after 8 samples of an epoch. Steps of {BATCH * accumulates * world} samples do"
+            in said
+        )
+        assert f"the first one has {batches_of_first} batches" in said
+    else:
+        assert not results[0]["said"]
+    assert batches(results)[1] == batches(whole_run)[1]
 
 
 def other_sizes(rank: int, world: int, folder: str) -> dict[int, Any]:

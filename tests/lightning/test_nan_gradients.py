@@ -71,6 +71,18 @@ class ByHand(Poisoned):
         optimizer.step()
 
 
+class BadLoss(Poisoned):
+    """The loss itself is NaN, on rank 1 in one microbatch."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = Classifier.training_step(self, batch, batch_idx)
+        return loss * self.value if batch_idx == self.bad_batch and torch.distributed.get_rank() == 1 else loss
+
+
+class BadLossByHand(ByHand, BadLoss):
+    """As both."""
+
+
 class Recorder(Logger):
     """Keeps the counts it is given."""
 
@@ -131,6 +143,9 @@ def run(
 def scenarios(rank: int, world_size: int) -> dict[str, Any]:
     strict_warnings()
     results = {action: run(rank, world_size, action) for action in ("raise", "warn", "skip")}
+    for action in ("raise", "warn", "skip"):
+        results[f"loss {action}"] = run(rank, world_size, action, module=BadLoss, accumulate=2, bad_batch=3)
+    results["bare optimizer loss"] = run(rank, world_size, "raise", module=BadLossByHand)
     results["inf"] = run(rank, world_size, "warn", value=float("inf"))
     results["sharded accumulation"] = run(rank, world_size, "raise", accumulate=3, kind="sharded", bad_batch=4)
     results["local accumulation"] = run(rank, world_size, "raise", accumulate=3, bad_batch=4)
@@ -162,9 +177,19 @@ def test_raise_names_the_parameter_and_the_rank_where_it_arose_on_all_ranks(two_
         assert lines == [
             f"non-finite gradients in step {BAD_STEP}, microbatch 0: 1 parameters, on rank 1; first unit in backward order: blocks.1, "
             "on rank 1",
+            "  every loss was finite before its backward",
             "  blocks.1.linear.weight (unit blocks.1): NaN on rank 1",
             "Look first at the data and the forward of the unit, rank and microbatch above, then at the loss and the learning rate",
         ]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "microbatch"), [("loss raise", 1), ("loss warn", 1), ("loss skip", 1), ("bare optimizer loss", 0)]
+)
+def test_a_loss_that_was_nan_already_is_said_first(two_ranks: Any, scenario: str, microbatch: int) -> None:
+    lines = two_ranks[0][scenario]["text"].splitlines()
+    assert f", microbatch {microbatch}: " in lines[0]
+    assert lines[1] == f"  the loss was NaN before its backward, on rank 1 in microbatch {microbatch}"
 
 
 def test_raise_stops_before_the_step_is_taken(two_ranks: Any) -> None:

@@ -79,6 +79,55 @@ def leave(*ranks: Peers) -> None:
         rank.work_ends()
 
 
+class Waiting(threading.Condition):
+    """Calls a function before it first waits."""
+
+    first: Callable[[], None]
+
+    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
+        self.first()
+        return super().wait_for(predicate, timeout)
+
+
+def asked_to_stop(others: list[dict[str, Any]]) -> list[bool]:
+    """Whether a rank that was asked to stop in its first batch begins further ones. Messages come when it waits for them, no sooner."""
+    ours, hub = socket.socketpair()
+    peers = Peers(0, 2, Line(ours))
+    hub_end = Line(hub)
+
+    def answer() -> None:
+        for message in others:
+            hub_end.send(message)
+
+    peers._changed = Waiting()
+    peers._changed.first = answer
+    peers.work_begins()
+    begun = [peers.may_begin_batch()]
+    peers.ask_to_stop()
+    begun += [peers.may_begin_batch() for _ in range(2)]
+    peers.work_ends()
+    peers.is_closed = True
+    hub.close()  # ends the thread
+    return begun
+
+
+@pytest.mark.parametrize(
+    ("others", "begun"),
+    [
+        ([{"report": True}, {"stop after": 1, "requeue": False}], [True, False, False]),
+        ([{"report": True}, {"stop after": 2, "requeue": False}], [True, True, False]),
+        ([{"together": True}], [True, True, True]),
+        ([{"apart": [{"ranks": [1], "what": "killed", "missed": False, "hosts": []}]}], [True, True, True]),
+    ],
+)
+def test_a_rank_that_was_asked_to_stop_begins_no_batch_until_it_knows_of_the_others(
+    others: list[dict[str, Any]], begun: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However slowly messages travel; and a failure, which the strategy raises, ends the waiting."""
+    monkeypatch.setattr(Peers, "_stop_waiting", lambda self: None)  # would end the process
+    assert asked_to_stop(others) == begun
+
+
 def test_a_relay_that_is_killed_ends_what_works(ranks: Ranks) -> None:
     """Nobody would be told of failures, and with it all processes of the host may have been killed."""
     enter(ranks.first, ranks.second)

@@ -18,6 +18,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_mfsdp import MFSDPStrategy
 from lightning_mfsdp.launch import second_sigterm
 from lightning_mfsdp.launch.second_sigterm import SecondSigterm
 from tests.lightning.models import Classifier
@@ -166,17 +167,25 @@ def test_the_second_ends_a_process_in_which_python_cannot_run() -> None:
     assert (end.code, end.error) == (-signal.SIGTERM, ""), end
 
 
-def killed_in_a_save(rank: int, world: int, folder: Path) -> None:
-    if rank == 1:
+def killed_in_a_save(rank: int, world: int, folder: Path, kind: str) -> None:
+    strategy = MFSDPStrategy(
+        async_save=kind == "in the background", state_dict_type="full" if kind == "of one file" else "sharded"
+    )
+    if rank == (0 if kind == "of one file" else 1):
         write_with(lambda: os.kill(os.getpid(), signal.SIGKILL))
-    fit(rank, world, folder, Classifier(), [ModelCheckpoint(folder / "steps", every_n_train_steps=2)])
+    saves = ModelCheckpoint(folder / "steps", every_n_train_steps=2)
+    fit(rank, world, folder, Classifier(), [saves], strategy=strategy)
 
 
-def test_a_save_ends_with_a_rank_that_is_lost_in_it() -> None:
+@pytest.mark.parametrize("kind", ["in directories", "in the background", "of one file"])
+def test_a_save_ends_with_a_rank_that_is_lost_in_it_which_is_named(kind: str) -> None:
     """Its group waits without a time-out, and the test's others for longer than this helper."""
-    ends = run_faulty(killed_in_a_save, 3)
-    assert [end.code for end in ends] == [1, -signal.SIGKILL, 1], ends
-    assert all("Connection" in ends[rank].error for rank in (0, 2)), ends
+    ends = run_faulty(killed_in_a_save, 3, kind)
+    lost = 0 if kind == "of one file" else 1
+    assert [end.code for end in ends] == [-signal.SIGKILL if rank == lost else 1 for rank in range(3)], ends
+    for end in ends[:lost] + ends[lost + 1 :]:
+        assert end.error.startswith("CollectiveError: rank "), ends
+        assert f": rank {lost} failed: its process ended, perhaps killed" in end.error, ends
 
 
 def first_handler(number: int, frame: Any) -> None:

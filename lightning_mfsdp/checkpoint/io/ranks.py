@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_mfsdp.base import compat
+from lightning_mfsdp.base.errors import CollectiveError
 from lightning_mfsdp.base.kept_groups import kept
 
 __all__ = ["SEEN_WITHIN", "Ranks", "on_all_ranks", "on_hosts", "reason_of", "root_of", "same_on_all"]
@@ -103,12 +104,30 @@ class Ranks:
             return cls(sees_within=sees_within)
         return cls(kept("saves", lambda: compat.new_group(backend="gloo", timeout=_PATIENCE)), sees_within)
 
+    @contextmanager
+    def joining(self) -> Iterator[None]:
+        """Around communication of all ranks.
+
+        Raises:
+            CollectiveError: Another rank did not join it.
+        """
+        try:
+            yield
+        except Exception as error:
+            if not compat.is_lost_connection(error):
+                raise
+            raise CollectiveError(
+                f"rank {self.rank}: a save or load of all ranks failed, because another rank is gone or does something else. Look for the "
+                "first error in the output of the others"
+            ) from error
+
     def gather(self, item: T) -> list[T]:
         """What every rank has, by rank."""
         if self.size == 1:
             return [item]
         everyones: list[Any] = [None] * self.size
-        dist.all_gather_object(everyones, item, group=self.group)
+        with self.joining():
+            dist.all_gather_object(everyones, item, group=self.group)
         return everyones
 
     def first(self, doing: str, action: Callable[[], T]) -> T:
@@ -129,7 +148,8 @@ class Ranks:
                 root = root_of(error)
                 cause, result[1] = error, f"{type(root).__name__}: {root}"
         if self.size > 1:
-            dist.broadcast_object_list(result, src=0, group=self.group)
+            with self.joining():
+                dist.broadcast_object_list(result, src=0, group=self.group)
         if result[1]:
             raise RuntimeError(f"{doing}: rank 0 failed with {result[1]}") from cause
         value: T = result[0]

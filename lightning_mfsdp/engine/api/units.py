@@ -12,7 +12,9 @@ from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.base.initialize import Replaced, children_first, materialize_module
 from lightning_mfsdp.engine.api.fully_shard import fully_shard, mesh_device
 from lightning_mfsdp.engine.comm.mesh import are_alike, resolve_mesh
-from lightning_mfsdp.engine.core.conversion import unshard_unit
+from lightning_mfsdp.engine.core.conversion import gradient_hooks_by_site, unshard_unit
+from lightning_mfsdp.engine.core.gradient_hooks import take_gradient_hooks
+from lightning_mfsdp.engine.core.group import place_of
 from lightning_mfsdp.engine.core.inspect import context_of, unsharded_parameters
 from lightning_mfsdp.engine.core.unit import Unit, unit_of
 
@@ -81,8 +83,7 @@ def shard_added(
 
     The units that have it inside, and the root, are sharded again, one at a time, whole in memory meanwhile. All others stay as they are.
     Optimizers that hold parameters of the former raise an error when they step. Gradients of all parameters are cleared, those that wait
-    under `no_sync` too. Of parameters that are sharded again, `register_post_accumulate_grad_hook` and attributes are those from before
-    `fully_shard`: set them again.
+    under `no_sync` too. Hooks and attributes of parameters that are sharded again stay.
 
     Args:
         module: The root.
@@ -117,11 +118,15 @@ def shard_added(
     del around, nested, root  # a unit that is made plain must not be kept alive
     for unit in units:
         fully_shard(unit, mesh, **options)
+    hooks = gradient_hooks_by_site((*again, _unit_around(module, "")))
     while again:
         members = unshard_unit(again.pop(0))
         fully_shard(members[0] if len(members) == 1 else members, mesh, **options)
     unshard_unit(_unit_around(module, ""))
     fully_shard(module, mesh, **options)
+    for table, key, hooks_of_parameter in hooks:
+        if (place := place_of(table[key])) is not None:
+            take_gradient_hooks(*place, hooks_of_parameter)
     return count
 
 

@@ -182,7 +182,8 @@ def around_backward(*modules: nn.Module) -> Iterator[None]:
 
     Raises:
         EngineStateError: The backward read weights that had been resharded. Without this function it is PyTorch's own error: "modified by
-            an inplace operation", a tensor "is at version" 2147483648 or more, or another multiple of 1024.
+            an inplace operation", a tensor "is at version" 2147483648 or more, or another multiple of 1024; or, inside of `torch.func`,
+            "setStorage: ... out of bounds for storage of size 0".
     """
     try:
         yield
@@ -218,31 +219,39 @@ def record_ranges(module: nn.Module, enabled: bool = True) -> None:
 
 
 _MOVED_ON = re.compile(r"\[[^\[\]]*\[([\d, ]*)\]\].* is at version (\d+); expected version (\d+)")
+# Of a view that `torch.func` has made of a weight for another level: it does not share the weight's version.
+_FREED = re.compile(r"setStorage: sizes \[([\d, ]*)\].* out of bounds for storage of size 0")
+_SHOWN = 3  # units, in messages
 
 
 def _explain_resharded(error: BaseException, groups: Iterable[ParameterGroup]) -> None:
-    """Raise an error in our words if `error` is autograd's, which found a saved weight resharded.
+    """Raise an error in our words if `error` is PyTorch's, which found a saved weight resharded.
 
     Raises:
-        EngineStateError: It is. Names the unit, and the parameters that have the shape of what was saved.
+        EngineStateError: It is. Names the unit, or those that it may be, and the parameters that have the shape of what was saved.
     """
-    match = _MOVED_ON.search(str(error)) if isinstance(error, RuntimeError) else None
+    match = _MOVED_ON.search(str(error)) or _FREED.search(str(error)) if isinstance(error, RuntimeError) else None
     if match is None:
         return
     shape = tuple(map(int, re.findall(r"\d+", match[1])))
-    found, expected = int(match[2]), int(match[3])
-    groups = [group for group in groups if group.weights.versions.were_resharded(found, expected)]
-    weights = {id(group): _weights_of_shape(group, shape) for group in groups}
-    for group in sorted(
-        groups, key=lambda group: not weights[id(group)]
-    ):  # two groups may have the same versions in memory
-        unit = group.unit()
+    weights = {group: _weights_of_shape(group, shape) for group in groups}
+    if match.re is _MOVED_ON:
+        found, expected = int(match[2]), int(match[3])
+        those = [group for group in weights if group.weights.versions.were_resharded(found, expected)]
+        # Two groups may have the same versions in memory.
+        those = sorted(those, key=lambda group: not weights[group])[:1]
+    else:
+        those = [group for group in weights if weights[group] and not group.weights.present]
+    if those:
+        unit = those[0].unit()
         keeps = unit is not None and not unit.reshard_after_forward
         when = " (it stays until the next backward, evaluation or state dict)" if keeps else ""
-        alike = " or ".join(weights[id(group)]) or f"(a view of shape {list(shape)})"
+        alike = " or ".join(weights[those[0]]) or f"(a view of shape {list(shape)})"
+        names = list(dict.fromkeys(group.unit_name for group in those))
+        more = f" or {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         raise EngineStateError(
-            f"{group.unit_name}: a backward read its weight {alike} after the unit was resharded{when}: for something that its forward "
-            "computed and did not return, or of a backward with create_graph=True. Pass "
+            f"{' or '.join(names[:_SHOWN])}{more}: a backward read its weight {alike} after the unit was resharded{when}: for something "
+            "that its forward computed and did not return, or of a gradient taken with create_graph=True or by torch.func. Pass "
             'side_doors="follow", reshard_after_forward=False or sharding="optim_grads" (for gradients of gradients the last), recompute '
             "the unit (Recompute), or return that tensor"
         ) from error

@@ -15,7 +15,15 @@ from torch.utils.hooks import RemovableHandle
 if TYPE_CHECKING:
     from lightning_mfsdp.engine.core.group import ParameterGroup
 
-__all__ = ["add_gradient_hook", "has_gradient_hooks", "run_gradient_hooks"]
+__all__ = [
+    "Hooks",
+    "add_gradient_hook",
+    "has_gradient_hooks",
+    "run_gradient_hooks",
+    "take_gradient_hooks",
+]
+
+Hooks = OrderedDict[int, Callable[[Any], None]]
 
 
 def add_gradient_hook(group: ParameterGroup, index: int, hook: Callable[[Any], None]) -> RemovableHandle:
@@ -29,6 +37,11 @@ def add_gradient_hook(group: ParameterGroup, index: int, hook: Callable[[Any], N
 def has_gradient_hooks(group: ParameterGroup) -> bool:
     """Whether there are any that were not removed."""
     return any(group.gradients.hooks.values())
+
+
+def take_gradient_hooks(group: ParameterGroup, index: int, hooks: Hooks) -> None:
+    """Go on with the hooks of a parameter that was sharded before in another group; handles remove them as before."""
+    group.gradients.hooks[index] = hooks
 
 
 def run_gradient_hooks(groups: Sequence[ParameterGroup]) -> None:

@@ -301,6 +301,10 @@ class ShardedTensor(DTensor):
             self.refuse("new_empty")
         return ShardedTensor.over(self._local_tensor.new_empty(self._local_tensor.shape, **options), self)
 
+    def __copy__(self) -> Tensor:
+        """In the same memory, as of a plain tensor."""
+        return self.detach().requires_grad_(self.requires_grad)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return ShardedTensor.over(copy.deepcopy(self._local_tensor.detach(), memo), self)
 

@@ -1,5 +1,6 @@
 """GradientWatch: finds on which rank, in which unit and parameter a gradient became NaN or infinite, by a check before the reduction.
 
+    before a backward      the largest absolute value of the loss, if the loop passes it on: forward or backward is the first question
     backward of a unit     the largest absolute value of each parameter's own gradient on this rank, kept on the device
     end of a backward      which of them are not finite, with this rank and microbatch: of several the earliest microbatch counts
     before the step        one flag for each group of the reduced gradients, one reduction of flags and findings over all ranks, one
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +31,7 @@ from lightning_mfsdp.engine.core.inspect import local_gradients, sharded_paramet
 from lightning_mfsdp.engine.core.parameter import Entry
 from lightning_mfsdp.engine.core.unit import Unit, unit_of
 
-__all__ = ["GradientWatch", "NonFiniteGradients", "NonFiniteParameter"]
+__all__ = ["GradientWatch", "NonFiniteGradients", "NonFiniteLoss", "NonFiniteParameter"]
 
 _MAX_LINES = 40
 _ADVICE = "Look first at the data and the forward of the unit, rank and microbatch above, then at the loss and the learning rate"
@@ -69,16 +71,42 @@ class NonFiniteParameter:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NonFiniteLoss:
+    """A loss that was NaN or infinite on some rank, before its backward.
+
+    Attributes:
+        kind: "NaN" or "Inf", on `first_rank`.
+        microbatch: The first in which it was, since the last check.
+        first_rank: The lowest rank on which it was.
+        last_rank: The highest rank on which it was.
+    """
+
+    kind: str
+    microbatch: int
+    first_rank: int
+    last_rank: int
+
+    @property
+    def ranks(self) -> str:
+        """The ranks in words, such as "rank 2" or "ranks 0 to 3", for messages."""
+        return _described(self.first_rank, self.last_rank)
+
+
+@dataclass(frozen=True, kw_only=True)
 class NonFiniteGradients:
     """What a check found, the same on all ranks.
 
     Attributes:
         step: What `submit` was given.
+        loss: The earliest that was not finite; `None`: all were, as far as `note_loss` was called.
+        has_losses: `note_loss` was called.
         parameters: Where it came from, the earliest microbatch and the first unit of the backward first.
         reduced_only: Units whose reduced gradient is not finite though no rank saw such a gradient before the reduction.
     """
 
     step: int
+    loss: NonFiniteLoss | None
+    has_losses: bool
     parameters: tuple[NonFiniteParameter, ...]
     reduced_only: tuple[str, ...]
 
@@ -87,7 +115,7 @@ class NonFiniteGradients:
 
     def in_words(self) -> str:
         """Several lines, for people to read."""
-        lines = [f"non-finite gradients in step {self.step}"]
+        lines = [f"non-finite gradients in step {self.step}", *self._loss_in_words()]
         if self.parameters:
             first = self.parameters[0]
             # Gradients of a rank's own tokens alone show where it arose, if there are any.
@@ -113,6 +141,12 @@ class NonFiniteGradients:
         ]
         return "\n".join([*lines, _ADVICE])
 
+    def _loss_in_words(self) -> list[str]:
+        if self.loss is not None:
+            loss = self.loss
+            return [f"  the loss was {loss.kind} before its backward, on {loss.ranks} in microbatch {loss.microbatch}"]
+        return ["  every loss was finite before its backward"] if self.has_losses else []
+
 
 class _Places:
     """A place in tables for each parameter, the same on all ranks: units in the order they were sharded, then what is not sharded."""
@@ -125,7 +159,8 @@ class _Places:
         for group in groups:
             self.starts[group] = self.start_of_whole
             self.start_of_whole += len(group.entries)
-        self.count = self.start_of_whole + len(self.whole)
+        self.of_loss = self.start_of_whole + len(self.whole)
+        self.count = self.of_loss + 1
 
 
 @dataclass(frozen=True)
@@ -133,6 +168,7 @@ class _Pending:
     """A result that is being copied to the host."""
 
     step: int
+    has_losses: bool
     places: _Places
     table: Tensor
     ready: Event
@@ -174,7 +210,7 @@ class GradientWatch:
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._world = dist.get_world_size() if dist.is_initialized() else 1
         self._microbatch = self._backwards = 0
-        self._is_checked = True
+        self._is_checked, self._has_losses = True, False
         self._pending: deque[_Pending] = deque()
         self._free: list[Tensor] = []
         self._places = _Places((), ())
@@ -187,6 +223,12 @@ class GradientWatch:
             self._context.reductions.watches.remove(self._note_unit)
 
     # -- in a step -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def note_loss(self, loss: Tensor) -> None:
+        """Of the microbatch whose backward follows, so that a report says whether it was finite. On all ranks; does not wait."""
+        self._has_losses = True
+        self._note(self._places.of_loss, [_plain(loss.detach())])
 
     @torch.no_grad()
     def end_backward(self) -> None:
@@ -224,7 +266,7 @@ class GradientWatch:
             dist.all_reduce(table, op=dist.ReduceOp.MAX, group=axis.group)
         host = self._host_table(table)
         host.copy_(table, non_blocking=True)
-        self._pending.append(_Pending(step, self._places, host, self._context.lane.streams.record()))
+        self._pending.append(_Pending(step, self._has_losses, self._places, host, self._context.lane.streams.record()))
         # What is held back is part of a later step, and so is what was seen of it.
         self._is_checked = not any(gradients.is_accumulating for gradients in self._context.gradients)
 
@@ -350,10 +392,7 @@ class GradientWatch:
                 NonFiniteParameter(
                     name=name,
                     unit=unit,
-                    kind="NaN" if lowest[index] & 1 else "Inf",
-                    microbatch=_LAST_MICROBATCH - (lowest[index] >> _LOW_BITS),
-                    first_rank=self._world - _rank_in(lowest[index]),
-                    last_rank=_rank_in(highest[index]) - 1,
+                    **self._decoded(lowest[index], highest[index]),
                     of_experts=of_experts,
                 )
                 for index, (name, unit, of_experts) in enumerate(named, start=start)
@@ -367,9 +406,23 @@ class GradientWatch:
             place = order.index(parameter.unit) if parameter.unit in order else len(order)
             return parameter.microbatch, place, parameter.name
 
+        of_loss = (lowest[places.of_loss], highest[places.of_loss])
         return NonFiniteGradients(
-            step=pending.step, parameters=tuple(sorted(non_finite, key=earliest)), reduced_only=tuple(reduced_only)
+            step=pending.step,
+            loss=NonFiniteLoss(**self._decoded(*of_loss)) if any(of_loss) else None,
+            has_losses=pending.has_losses,
+            parameters=tuple(sorted(non_finite, key=earliest)),
+            reduced_only=tuple(reduced_only),
         )
+
+    def _decoded(self, lowest: int, highest: int) -> dict[str, Any]:
+        """What two findings say, those of the lowest and of the highest rank."""
+        return {
+            "kind": "NaN" if lowest & 1 else "Inf",
+            "microbatch": _LAST_MICROBATCH - (lowest >> _LOW_BITS),
+            "first_rank": self._world - _rank_in(lowest),
+            "last_rank": _rank_in(highest) - 1,
+        }
 
 
 def _of_experts(entry: Entry) -> bool:

@@ -1,0 +1,33 @@
+"""What a process that this one has forked, such as a loader's worker, does before anything else: it leaves what is its parent's."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import weakref
+from collections.abc import Callable
+
+__all__ = ["call_in_children"]
+
+
+def call_in_children(method: Callable[[], object]) -> None:
+    """Have every process that is forked from now on call a bound method, as long as the object that has it is alive."""
+    methods = _methods()
+    methods[:] = [reference for reference in methods if reference() is not None]
+    methods.append(weakref.WeakMethod(method))
+
+
+@functools.cache
+def _methods() -> list[weakref.WeakMethod[Callable[[], object]]]:
+    """The methods. Python keeps what it is to call after a fork for as long as the process lives, so that is one function for all fits."""
+    methods: list[weakref.WeakMethod[Callable[[], object]]] = []
+
+    def call_all() -> None:
+        for reference in methods:
+            if (method := reference()) is not None:
+                with contextlib.suppress(OSError):  # of a socket; the others must be called
+                    method()
+
+    os.register_at_fork(after_in_child=call_all)
+    return methods
