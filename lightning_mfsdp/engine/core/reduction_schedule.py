@@ -172,8 +172,11 @@ class ReductionSchedule:
 
     def _make_room(self, groups: Sequence[ParameterGroup]) -> None:
         """Free the buckets needed for the given reductions, which come next on all ranks."""
-        if self._gather_order.has_reductions and (first := groups[0]).placement.weight:
-            self._gather_order.note(first.weights.number, first.name, REDUCTION)
+        if self._gather_order.has_reductions:
+            for group in groups:
+                if group.placement.weight:
+                    self._gather_order.note(group.weights.number, group.name, REDUCTION)
+                    break
         while len(self._in_flight) >= _MAX_BUCKETS:
             self._retire()
         for group in groups:
