@@ -116,7 +116,10 @@ def _decides_about_nothing(pattern: str, module: nn.Module, patterns: Iterable[s
     # One of each kind: the layers of a model have the same names but for their numbers.
     kinds = list(dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in names if name))
     few = ", ".join(kinds[:_MOST_NAMES]) + (f" and {len(kinds) - _MOST_NAMES} more" if len(kinds) > _MOST_NAMES else "")
-    return f"sharding: {pattern!r} matches no module with parameters in {kind}, which has {few or 'none but itself'}"
+    return (
+        f"sharding: {pattern!r} matches no module with parameters in {kind}, which has {few or 'none but itself'}; expected a pattern of "
+        "such names (fnmatch), where * matches dots too"
+    )
 
 
 def _refuse_shared(parts: Mapping[str, nn.Module], strategies: Mapping[str, str]) -> None:
