@@ -17,6 +17,9 @@ A backward moves gradients from autograd, and from layers that write them direct
 What waits joins a reduction where it is as far: everything before the reduction over the shard axis, a shard after it. A microbatch that is
 not reduced at all joins a shard that waits once that is unreduced again: each rank brings its shard, and zeros for the others.
 
+With several ranks along the outer axis, what the shard axis has reduced is where the outer axis reduces it next: in `main`, if that is
+empty and has the same rows and dtype, or in a piece of memory of its own (`Filling.piece`). So the bucket is free for the next unit.
+
 A cell is copied to where it was empty and added to otherwise, and `.grad` alone says whether `main` is empty: so nothing is added to
 itself, and nothing is reduced twice. What the user cleared, replaced or wrote is read back from `.grad` before anything is added. What
 waits may lie in the memory of `main` while that is empty, which it leaves before `main` is filled, or in that of the bucket.

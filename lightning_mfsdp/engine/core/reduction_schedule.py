@@ -95,7 +95,7 @@ class ReductionSchedule:
         """Where a layer writes gradients of a group in this backward that it cannot leave to autograd."""
         if group.gradients.writes is None:
             while self._is_on_its_way(group):
-                self._retire(self._in_flight or self._over_outer)
+                self._retire() if self._in_flight else self._retire_outer()
         return group.gradients.begin_writes(self.sync)
 
     def in_order(self, units: Sequence[Unit]) -> list[Unit]:
@@ -195,12 +195,12 @@ class ReductionSchedule:
                     self._gather_order.note(group.weights.number, group.name, REDUCTION)
                     break
         while len(self._in_flight) >= _MAX_BUCKETS:
-            self._retire(self._in_flight)
+            self._retire()
         while self._over_outer and len(self._over_outer) >= _MAX_OVER_OUTER:
-            self._retire(self._over_outer)
+            self._retire_outer()
         for group in groups:
             while self._is_on_its_way(group):
-                self._retire(self._in_flight or self._over_outer)
+                self._retire() if self._in_flight else self._retire_outer()
 
     def _is_on_its_way(self, group: ParameterGroup) -> bool:
         """Whether gradients of a group are being reduced."""
@@ -231,7 +231,9 @@ class ReductionSchedule:
                     self._reduced[group] = None
                 self.started += 1
             done = self._streams.record()
-        self._in_flight.append(_InFlight(groups, fillings, done))
+        # What stays whole is in its bucket until the outer axis has reduced it, too.
+        buckets = [group for group in groups if group.placement.main] if rests else groups
+        self._in_flight.append(_InFlight(buckets, fillings, done))
         if rests:
             self._reduce_over_outer(rests, done, zeros_unused=zeros_unused)
 
@@ -253,18 +255,21 @@ class ReductionSchedule:
                     group.gradients.reduce_outer(rest, adds=adds, zeros_unused=zeros_unused)
             done = streams.record()
         self._over_outer.append(_InFlight(groups, [rest for _, rest, _ in rests], done))
-        if in_buckets := [group for group in groups if not group.placement.main]:
-            of_both = self._in_flight.pop()
-            free = [group for group in of_both.groups if group not in in_buckets]
-            self._in_flight.append(of_both._replace(groups=free))
 
-    def _retire(self, sent: deque[_InFlight]) -> None:
-        """Wait, on the compute stream, for the oldest reduction of those that were sent, and free what it kept."""
-        oldest = sent.popleft()
+    def _retire(self) -> None:
+        """Wait, on the compute stream, for the oldest reduction over the shard axis, and free its buckets."""
+        oldest = self._in_flight.popleft()
         if oldest.done is not None:
             self._streams.wait(oldest.done)
-            if sent is self._over_outer:  # some of what it kept is memory of that stream
-                self._streams.wait(oldest.done, self._streams.reduce)
+        for group in oldest.groups:
+            group.gradients.release_bucket()
+
+    def _retire_outer(self) -> None:
+        """The same for the oldest reduction over the outer axis; some of what it kept is memory of the stream of the shard axis."""
+        oldest = self._over_outer.popleft()
+        if oldest.done is not None:
+            self._streams.wait(oldest.done)
+            self._streams.wait(oldest.done, self._streams.reduce)
         for group in oldest.groups:
             group.gradients.release_bucket()
 
@@ -318,9 +323,9 @@ class ReductionSchedule:
     def _wait(self, groups: Sequence[ParameterGroup]) -> None:
         """Have the compute stream wait for all reductions, and show their results."""
         while self._in_flight:
-            self._retire(self._in_flight)
+            self._retire()
         while self._over_outer:
-            self._retire(self._over_outer)
+            self._retire_outer()
         if self._reduced:
             self._usage.exchange(list(self._reduced))
             self._reduced.clear()
@@ -353,9 +358,9 @@ class ReductionSchedule:
     def drop(self, groups: Sequence[ParameterGroup]) -> None:
         """A backward raised: forget what it left."""
         while self._in_flight:
-            self._retire(self._in_flight)
+            self._retire()
         while self._over_outer:
-            self._retire(self._over_outer)
+            self._retire_outer()
         for group in groups:
             group.gradients.drop_news()
             group.gradients.drop()
