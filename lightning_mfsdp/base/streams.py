@@ -20,7 +20,7 @@ _NOTHING = nullcontext()
 
 
 class Streams:
-    """Compute (the caller's current stream), gather and reduce; and one stream each for copies from and to host memory.
+    """Compute (the caller's current stream), gather, and reduce; outer for reductions over that axis; and copies from and to the host.
 
     Memory is allocated on the stream that writes it (gathered weights) or on the compute stream (gradients), and freed once
     the other stream's event has been waited for, so nothing needs `record_stream`. Only a model that is deleted does not wait: see
@@ -32,6 +32,7 @@ class Streams:
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self.gather = self._new_stream()
         self.reduce = self._new_stream()
+        self.outer = self._new_stream()
         self.copy_in = self._new_stream()
         self.copy_out = self._new_stream()
         self._events: list[Any] = []
@@ -69,7 +70,7 @@ class Streams:
         """When `owner` is deleted, make all streams of the engine and those that compute wait for each other."""
         if self._module is not None:
             self._compute[self._module.current_stream(self.device)] = None
-            streams = self.gather, self.reduce, self.copy_in, self.copy_out
+            streams = self.gather, self.reduce, self.outer, self.copy_in, self.copy_out
             _join_when_gone(owner, self.device, streams, self._compute)
 
 

@@ -6,7 +6,7 @@ files change; what only reads through its objects (units, groups, entries) is as
     axes of a mesh          CONTEXT, DATA, EXPERT, OUTER, SHARD, TENSOR, role_of: the strategies make meshes, whose axes the engine knows by
                             these names
                             Axis, axis_of: experts exchange tokens by the collectives that the engine's weights and gradients take
-    arguments               resolve_placement: refuses names of strategies before there is a module
+    arguments               check_sharding: refuses strategies before there is a module
                             policy_of, divided_over, other_arguments: of a module that is sharded already, to compare with another run's
     a tensor's parameter    view_of, unsharded_of: for code that gets tensors (of state dicts, optimizers, layers) and no module
     rows of a parameter     Piece: where they lie. It is `ParameterView.piece`, and checkpoints make some of their own
@@ -20,6 +20,7 @@ files change; what only reads through its objects (units, groups, entries) is as
 """
 
 from lightning_mfsdp.engine.api.kept_arguments import divided_over, other_arguments, policy_of
+from lightning_mfsdp.engine.api.strategies import check_sharding
 from lightning_mfsdp.engine.comm.collectives import Axis
 from lightning_mfsdp.engine.comm.mesh import CONTEXT, DATA, EXPERT, OUTER, SHARD, TENSOR, axis_of, role_of
 from lightning_mfsdp.engine.core.codec import Fragment, WeightCodec
@@ -28,7 +29,6 @@ from lightning_mfsdp.engine.core.piece import Piece
 from lightning_mfsdp.engine.core.saved_piece import chunk_memory, chunks_to_read, items_to_write
 from lightning_mfsdp.engine.features.direct_gradients import gradient_memory
 from lightning_mfsdp.engine.features.offload.offloaded_state import empty_at_rest, put_to_rest
-from lightning_mfsdp.engine.layout.placement import resolve_placement
 from lightning_mfsdp.engine.optimizer.adopt import gradient_places, prepare_state, steps_rows
 from lightning_mfsdp.engine.optimizer.norm import clip_finite_
 
@@ -44,6 +44,7 @@ __all__ = [
     "Piece",
     "WeightCodec",
     "axis_of",
+    "check_sharding",
     "chunk_memory",
     "chunks_to_read",
     "clip_finite_",
@@ -57,7 +58,6 @@ __all__ = [
     "policy_of",
     "prepare_state",
     "put_to_rest",
-    "resolve_placement",
     "role_of",
     "steps_rows",
     "unsharded_of",

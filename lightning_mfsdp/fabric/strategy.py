@@ -125,7 +125,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         self,
         *,
         # Options, from options/declared.py: python docs/options.py writes them.
-        sharding: str | int = "optim_grads_params",
+        sharding: str | int | Mapping[str, str | int] = "optim_grads_params",
         outer_sharding: str | int = "no_shard",
         policy: MixedPrecisionPolicy | None = None,
         units: UnitsArgument = "auto",

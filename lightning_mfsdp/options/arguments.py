@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.engine import MixedPrecisionPolicy, is_sharded
+from lightning_mfsdp.engine.internals import check_sharding as check_strategies
 from lightning_mfsdp.engine.internals import other_arguments, policy_of
 from lightning_mfsdp.recompute import Recompute
 
@@ -115,11 +116,13 @@ def check_cuda_graph(cuda_graph: object, storage: str, offload: str | None, *, d
         )
 
 
-def check_sharding(sharding: object) -> None:
+def check_sharding(sharding: object, outer_sharding: str | int) -> None:
     """Answer the names of FSDP's sharding strategies with ours; the engine checks the rest."""
-    name = str(getattr(sharding, "name", sharding)).upper()
-    if name in _SHARDING_OF_FSDP:
-        raise ValueError(f"sharding={sharding!r} is a name of FSDP's; use {_SHARDING_OF_FSDP[name]}")
+    for strategy in sharding.values() if isinstance(sharding, Mapping) else (sharding,):
+        name = str(getattr(strategy, "name", strategy)).upper()
+        if name in _SHARDING_OF_FSDP:
+            raise ValueError(f"sharding={sharding!r} is a name of FSDP's; use {_SHARDING_OF_FSDP[name]}")
+    check_strategies(sharding, outer_sharding)
 
 
 def check_recompute_graph(cuda_graph: bool, recompute: object) -> None:
@@ -227,7 +230,7 @@ def ignored_parameters(module: nn.Module, wanted: Sequence[str | nn.Parameter]) 
 def warn_of_other_options(
     module: nn.Module,
     policy: MixedPrecisionPolicy,
-    sharding: str | int,
+    sharding: str | int | Mapping[str, str | int],
     outer_sharding: str | int,
     offload: str | None,
     unused_parameters: str,

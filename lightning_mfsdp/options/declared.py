@@ -25,13 +25,16 @@ __all__ = ["DeclaredOptions", "DeclaredTrainerOptions"]
 class DeclaredOptions:
     """The options of both strategies. The text is that of `MFSDPStrategy`; Fabric's refers to it, or has its own."""
 
-    sharding: str | int = "optim_grads_params"
-    """What is sharded on the shard axis: "no_shard", "optim", "optim_grads", "optim_grads_params", or 0 to 3.
+    sharding: str | int | Mapping[str, str | int] = "optim_grads_params"
+    """What is sharded on the shard axis: "no_shard", "optim", "optim_grads", "optim_grads_params", or 0 to 3. Or patterns of module names
+    with one of these each, such as {"*.experts": "optim", "*": "optim_grads_params"}: the first counts that matches a module or one around
+    it.
 
     Section: What is sharded
-    Values: `"no_shard"`, `"optim"`, `"optim_grads"`, `"optim_grads_params"`, 0 to 3
+    Values: `"no_shard"`, `"optim"`, `"optim_grads"`, `"optim_grads_params"`, 0 to 3; patterns of module names
+        with one each
     Change it: if less sharding fits in memory too: it communicates less
-    More: [strategies](../strategies.md)
+    More: [strategies](../strategies.md), [other parts, other strategies](../strategies.md#other-parts-other-strategies)
     """
 
     outer_sharding: str | int = "no_shard"

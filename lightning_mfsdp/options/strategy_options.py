@@ -27,7 +27,7 @@ from lightning_mfsdp.engine import (
     units,
     unsharded_parameters,
 )
-from lightning_mfsdp.engine.internals import divided_over, resolve_placement
+from lightning_mfsdp.engine.internals import divided_over
 from lightning_mfsdp.options.arguments import (
     check_adapters,
     check_blocks_per_unit,
@@ -89,8 +89,7 @@ class StrategyOptions(DeclaredOptions):
         return cls(**{option.name: arguments[option.name] for option in fields(cls)})
 
     def __post_init__(self) -> None:
-        check_sharding(self.sharding)
-        resolve_placement(self.sharding, self.outer_sharding, 1, 1)
+        check_sharding(self.sharding, self.outer_sharding)
         validate_units(self.units)
         check_blocks_per_unit(self.blocks_per_unit)
         check_choice("storage", self.storage, ("pooled", "dynamic"))

@@ -85,7 +85,9 @@ class MFSDPStrategy(CheckpointingStrategy):
     """Fully sharded training of any LightningModule on CPU or CUDA, any number of devices and nodes.
 
     Args:
-        sharding: What is sharded on the shard axis: "no_shard", "optim", "optim_grads", "optim_grads_params", or 0 to 3.
+        sharding: What is sharded on the shard axis: "no_shard", "optim", "optim_grads", "optim_grads_params", or 0 to 3. Or patterns of
+            module names with one of these each, such as {"*.experts": "optim", "*": "optim_grads_params"}: the first counts that matches a
+            module or one around it.
         outer_sharding: On the outer axis: "no_shard" (HSDP) or "optim" (HFSDP).
         policy: Dtypes of weights, gradients and communication. `None`: what `Trainer(precision=...)` stands for. If given, it replaces
             that, and may not contradict it in what is computed.
@@ -174,7 +176,7 @@ class MFSDPStrategy(CheckpointingStrategy):
         self,
         *,
         # Options, from options/declared.py: python docs/options.py writes them.
-        sharding: str | int = "optim_grads_params",
+        sharding: str | int | Mapping[str, str | int] = "optim_grads_params",
         outer_sharding: str | int = "no_shard",
         policy: MixedPrecisionPolicy | None = None,
         units: UnitsArgument = "auto",

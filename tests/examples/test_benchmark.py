@@ -156,6 +156,18 @@ def test_a_tensor_axis_is_measured_without_a_gpu() -> None:
     assert ours == pytest.approx(peer, abs=0.01), "the same model and tokens"
 
 
+@pytest.mark.nightly
+def test_an_outer_axis_is_measured_without_a_gpu() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    command += [str(ROOT / "examples/benchmark/outer_axis.py"), "--accelerator=cpu", "--outer=2", "--size=tiny"]
+    command += ["--length=64", "--rounds=1", "--steps=1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    (row,) = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("|")][2:]
+    assert all(float(figure.replace(",", "")) > 0 for figure in row[1:4])
+    assert row[4] == "-", "nothing runs at the same time there"
+
+
 def test_a_base_model_in_4_bits_is_measured_without_a_gpu() -> None:
     for package in ("bitsandbytes", "peft", "transformers"):
         if importlib.util.find_spec(package) is None:

@@ -45,6 +45,7 @@ _WRITES = {
     "c10d::reduce_scatter_tensor_coalesced_": (0,),
     "c10d::allreduce_": (0,),
     "c10d::allreduce_coalesced_": (0,),
+    "c10d::alltoall_base_": (0,),
     "c10d::broadcast_": (0,),
 }
 
@@ -92,6 +93,7 @@ class Checker(TorchDispatchMode):
         waits: Places in the code that waited for an event that said something new.
         left_out: One of them, whose waits do nothing.
         issued: Collectives and steps of optimizers, in their order; a line each.
+        known_before: For each line, how much of each stream's work was surely done before.
     """
 
     def __init__(self, left_out: str = "") -> None:
@@ -101,10 +103,16 @@ class Checker(TorchDispatchMode):
         self.waits: dict[str, None] = {}
         self.left_out = left_out
         self.issued: list[str] = []
+        self.known_before: list[Known] = []
         self.concerns = ""  # what the engine says a collective is for
         self._known: dict[str, Known] = {}
         self._freed: dict[str, Known] = {}
         self._memory: dict[int, Memory] = {}
+
+    def note(self, line: str) -> None:
+        """Something is issued on the current stream."""
+        self.issued.append(line)
+        self.known_before.append(dict(self.known(self.stream)))
 
     # -- streams -------------------------------------------------------------------------------------------------------
 
@@ -199,6 +207,12 @@ class Checker(TorchDispatchMode):
     def _found(self, problem: str) -> None:
         self.problems[problem] = None
 
+    def read_by_host(self, tensor: Tensor, what: str) -> None:
+        """The host reads values, without an operation that is dispatched."""
+        known = self.known(self.stream)
+        known[self.stream] = known.get(self.stream, 0) + 1
+        self._use(tensor, what, writes=False)
+
     # -- operations ----------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -224,9 +238,7 @@ class Checker(TorchDispatchMode):
                 if isinstance(one, torch.ScriptObject) and "ProcessGroup" in str(one._type())
             )
             purpose = f" ({self.concerns})" if self.concerns else ""
-            self.issued.append(
-                f"{self.stream}: {name.removeprefix('c10d::')} {sizes} bytes, {group.size()} ranks{purpose}"
-            )
+            self.note(f"{self.stream}: {name.removeprefix('c10d::')} {sizes} bytes, {group.size()} ranks{purpose}")
         known = self.known(self.stream)
         known[self.stream] = known.get(self.stream, 0) + 1
         for tensor in made:
@@ -246,7 +258,8 @@ class CheckedStreams(Streams):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self.gather, self.reduce, self.copy_in, self.copy_out = "gather", "reduce", "copy in", "copy out"
+        self.gather, self.reduce, self.outer = "gather", "reduce", "outer"
+        self.copy_in, self.copy_out = "copy in", "copy out"
 
     @contextmanager
     def on(self, stream: Any) -> Iterator[None]:
@@ -283,14 +296,18 @@ def checked_streams(left_out: str = "") -> Iterator[Checker]:
         checker.resized(storage, size)
         return resize(storage, size)
 
-    around, stepped = Ranges.around, context_module.Context.optimizer_stepped
+    def listed(tensor: Tensor) -> Any:
+        checker.read_by_host(tensor, "tolist")
+        return to_list(tensor)
+
+    around, stepped, to_list = Ranges.around, context_module.Context.optimizer_stepped, Tensor.tolist
 
     def named(ranges: Ranges, what: str, name: str) -> Ranges:
         checker.concerns = f"{what} {name}"
         return around(ranges, what, name)
 
     def noted(context: Any, groups: Any) -> None:
-        checker.issued.append(STEP)
+        checker.note(STEP)
         stepped(context, groups)
 
     with ExitStack() as stack:
@@ -298,6 +315,7 @@ def checked_streams(left_out: str = "") -> Iterator[Checker]:
         stack.enter_context(mock.patch.object(context_module.Context, "optimizer_stepped", noted))
         stack.enter_context(mock.patch.object(context_module, "Streams", checker.streams))
         stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resized))
+        stack.enter_context(mock.patch.object(Tensor, "tolist", listed))
         stack.enter_context(checker)
         yield checker
 

@@ -103,6 +103,8 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "expert 2, tensor 2": (4, {"expert": 2, "tensor": 2}),
     "expert 2, outer 2": (4, {"expert": 2, "outer": 2}),
     "tensor 2": (2, {"tensor": 2}),
+    "experts sharded otherwise": (2, {"sharding": {"*.experts": "optim", "*": "optim_grads_params"}}),
+    "divided experts sharded otherwise": (4, {"expert": 2, "sharding": {"*.experts": "optim_grads"}}),
 }
 
 

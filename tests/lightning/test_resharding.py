@@ -27,6 +27,7 @@ def layouts(world: int) -> dict[str, dict[str, Any]]:
     }
     found["bf16 compute"] = {"policy": BF16}
     found["bf16 compute of optim"] = {"policy": BF16, "sharding": "optim"}
+    found["parts"] = {"sharding": {"narrow": "optim", "table": "no_shard", "*": "optim_grads_params"}}
     if world == MAX_WORLD:
         found["hsdp"] = {"mesh": (2, 2)}
         found["context"] = {"mesh": (2, 2), "names": ("data", "context")}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, TypeVar, cast
 
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.base.initialize import materialize
 from lightning_mfsdp.base.part import copy_marks
+from lightning_mfsdp.engine.api.strategies import Sharding, choose_strategies
 from lightning_mfsdp.engine.api.validate import (
     Named,
     check_same_model,
@@ -40,7 +41,7 @@ from lightning_mfsdp.engine.features.buffers import share_from_first
 from lightning_mfsdp.engine.features.direct_gradients import write_directly
 from lightning_mfsdp.engine.features.packed_weights import as_bytes, tensors_beside
 from lightning_mfsdp.engine.layout.layout import padding_advice
-from lightning_mfsdp.engine.layout.placement import resolve_placement
+from lightning_mfsdp.engine.layout.placement import Placement, resolve_placement
 
 __all__ = ["fully_shard", "mesh_device"]
 
@@ -51,7 +52,7 @@ def fully_shard(
     module: ModuleT,
     mesh: DeviceMesh | None = None,
     *,
-    sharding: str | int = "optim_grads_params",
+    sharding: Sharding = "optim_grads_params",
     outer_sharding: str | int = "no_shard",
     policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool | Literal["auto"] = True,
@@ -78,7 +79,8 @@ def fully_shard(
             one larger parameter, and computes with them for the data of all. Gradients, norms and checkpoints are those of the larger
             one. Modules around are sharded over the same ranks without it.
         sharding: "no_shard", "optim", "optim_grads" or "optim_grads_params", or 0 to 3: what is sharded on the shard
-            axis.
+            axis. Or a mapping from patterns of names of modules inside `module` (`fnmatch`) to these, such as {"*.experts": "optim"}: the
+            first pattern counts that matches a module or one around it, and "optim_grads_params" where none does.
         outer_sharding: On the outer axis: "no_shard" (HSDP) or "optim" (HFSDP: main weights and optimizer state sharded
             there too).
         policy: Dtypes and reduction; the default keeps the module's dtype for compute and float32 for the rest.
@@ -128,9 +130,13 @@ def fully_shard(
             f"fully_shard: outer_sharding={outer_sharding!r} needs a mesh with an outer axis, got a 1-D mesh of "
             f"{resolved.shard.size} ranks; pass a 2-D mesh, or outer=... to the strategy"
         )
-    placement = resolve_placement(sharding, outer_sharding, resolved.shard.size, outer_size)
     members = _members(module)
     whole = members[0] if len(members) == 1 else nn.ModuleList(members)
+    strategies = choose_strategies(whole, sharding)
+    placement_of = {
+        id(part._parameters): resolve_placement(strategies.of(part), outer_sharding, resolved.shard.size, outer_size)
+        for part in whole.modules()
+    }
     inputs_are_cast = casts_alike(members, policy)
     device = mesh_device(resolved)
     if symmetric_memory:
@@ -160,7 +166,7 @@ def fully_shard(
             device=device,
             offloads=offload is not None,
         )
-        for index, (spec, alike) in enumerate(_by_spec(named, policy, keep_fp32))
+        for index, ((spec, placement), alike) in enumerate(_alike(named, policy, keep_fp32, placement_of))
     ]
     for old, new in encoded:
         if (place := place_of(new)) is not None:
@@ -272,11 +278,18 @@ def _is_inside_unit(module: nn.Module, prefix: str) -> bool:
     return False
 
 
-def _by_spec(
-    named: Sequence[Named], policy: MixedPrecisionPolicy, keep_fp32: set[int]
-) -> list[tuple[GroupSpec, list[Named]]]:
-    """Groups of equal dtypes, equal `requires_grad` and one codec, in order of first appearance."""
-    by_spec: dict[GroupSpec, list[Named]] = {}
+def _alike(
+    named: Sequence[Named], policy: MixedPrecisionPolicy, keep_fp32: set[int], placement_of: Mapping[int, Placement]
+) -> list[tuple[tuple[GroupSpec, Placement], list[Named]]]:
+    """Groups of equal dtypes, equal `requires_grad`, one codec and one placement, in order of first appearance.
+
+    Args:
+        named: Parameters.
+        policy: Dtypes, and codecs.
+        keep_fp32: Ids of parameters that stay in float32.
+        placement_of: Placements by the ids of modules' tables of parameters.
+    """
+    groups: dict[tuple[GroupSpec, Placement], list[Named]] = {}
     for item in named:
         parameter = item[1]
         codec = policy.codec_for(parameter)
@@ -300,8 +313,9 @@ def _by_spec(
             whole=parameter.dim() == 0,
             codec=codec,
         )
-        by_spec.setdefault(spec, []).append(item)
-    return list(by_spec.items())
+        table, _ = item[2][0]
+        groups.setdefault((spec, placement_of[id(table)]), []).append(item)
+    return list(groups.items())
 
 
 def _encode(

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from lightning_mfsdp.engine.api.strategies import Sharding, choose_strategies
 from lightning_mfsdp.engine.core.policy import MixedPrecisionPolicy
 from lightning_mfsdp.engine.core.unit import unit_of
 from lightning_mfsdp.engine.layout.placement import resolve_placement
@@ -43,7 +44,7 @@ def divided_over(module: nn.Module) -> Divided:
 
 
 def other_arguments(
-    module: nn.Module, *, sharding: str | int, outer_sharding: str | int, offload: str | None, unused_parameters: str
+    module: nn.Module, *, sharding: Sharding, outer_sharding: str | int, offload: str | None, unused_parameters: str
 ) -> list[str]:
     """Which of these arguments are not those that the units of a sharded module have, by name.
 
@@ -57,10 +58,21 @@ def other_arguments(
     unit = unit_of(module)
     assert unit is not None, "callers ask whether it is sharded"
     context, mesh = unit.context, unit.context.mesh
-    wanted = resolve_placement(sharding, outer_sharding, mesh.shard.size, mesh.outer.size if mesh.outer else 1)
+    strategies = choose_strategies(module, sharding)
+    outer_size = mesh.outer.size if mesh.outer else 1
+    wanted = {
+        id(part._parameters): resolve_placement(strategies.of(part), outer_sharding, mesh.shard.size, outer_size)
+        for part in module.modules()
+    }
     groups = [group for unit_inside in context.units for group in unit_inside.groups]
     differ = {
-        "sharding": any(group.placement != group.placement_for(wanted) for group in groups if not group.spec.whole),
+        "sharding": any(
+            group.placement != group.placement_for(wanted[id(table)])
+            for group in groups
+            for entry in group.entries
+            for table, _ in entry.sites
+            if id(table) in wanted and not group.spec.whole
+        ),
         "offload": any(group.offloads != (offload is not None) for group in groups),
         "unused_parameters": context.reductions.zeros_unused != (unused_parameters == "zero"),
     }

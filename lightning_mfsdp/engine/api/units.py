@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.base.initialize import Replaced, children_first, materialize_module
 from lightning_mfsdp.engine.api.fully_shard import fully_shard, mesh_device
+from lightning_mfsdp.engine.api.strategies import choose_strategies
 from lightning_mfsdp.engine.comm.mesh import are_alike, resolve_mesh
 from lightning_mfsdp.engine.core.conversion import gradient_hooks_by_site, unshard_unit
 from lightning_mfsdp.engine.core.gradient_hooks import take_gradient_hooks
@@ -40,14 +41,13 @@ def fully_shard_units(
         mesh: As in `fully_shard`.
         before: Called with each module that is about to be sharded, whose parameters have values, such as to divide them.
         other_meshes: Units that are sharded over another mesh, such as experts over one with an axis named "expert".
-        **options: As in `fully_shard`.
+        **options: As in `fully_shard`. Patterns of `sharding` are of names inside the root.
 
     Raises:
         ShardingError: As `fully_shard`, or a module is named twice or is not inside the root.
     """
     device = mesh_device(resolve_mesh(mesh))
-    if options.get("ignored_parameters") is not None:
-        options["ignored_parameters"] = list(options["ignored_parameters"])
+    _settle(module, options)
     members_of_each = [[unit] if isinstance(unit, nn.Module) else list(unit) for unit in units]
     unit_with = {id(member): members for members in members_of_each for member in members}
     inside = {id(child) for child in module.modules() if child is not module}
@@ -89,7 +89,7 @@ def shard_added(
         module: The root.
         units: New modules to be units of their own, nested ones first; a list among them becomes one unit.
         mesh: As in `fully_shard`, and that of the root.
-        **options: As in `fully_shard`.
+        **options: As in `fully_shard`. Patterns of `sharding` are of names inside the root.
 
     Returns:
         How many units were sharded again, the root among them.
@@ -105,8 +105,7 @@ def shard_added(
             f"shard_added: since {type(module).__name__} was sharded, other parameters came into it on this rank ({list(added)[:4]}) than "
             "on another; expected the same model on all ranks. Replace and add layers on all of them"
         )
-    if options.get("ignored_parameters") is not None:
-        options["ignored_parameters"] = list(options["ignored_parameters"])
+    _settle(module, options)
     for parameter in module.parameters():
         parameter.grad = None
     ignored = {id(parameter) for parameter in options.get("ignored_parameters") or ()}
@@ -128,6 +127,14 @@ def shard_added(
         if (place := place_of(table[key])) is not None:
             take_gradient_hooks(*place, hooks_of_parameter)
     return count
+
+
+def _settle(root: nn.Module, options: dict[str, Any]) -> None:
+    """Have options mean the same for every unit: those that name what is inside the root, and those that can be read only once."""
+    if options.get("ignored_parameters") is not None:
+        options["ignored_parameters"] = list(options["ignored_parameters"])
+    if "sharding" in options:
+        options["sharding"] = choose_strategies(root, options["sharding"])
 
 
 def _unit_around(root: nn.Module, name: str) -> Unit:

@@ -17,6 +17,9 @@ A backward moves gradients from autograd, and from layers that write them direct
 What waits joins a reduction where it is as far: everything before the reduction over the shard axis, a shard after it. A microbatch that is
 not reduced at all joins a shard that waits once that is unreduced again: each rank brings its shard, and zeros for the others.
 
+With several ranks along the outer axis, what the shard axis has reduced is where the outer axis reduces it next: in `main`, if that is
+empty and has the same rows and dtype, or in a piece of memory of its own (`Filling.piece`). So the bucket is free for the next unit.
+
 A cell is copied to where it was empty and added to otherwise, and `.grad` alone says whether `main` is empty: so nothing is added to
 itself, and nothing is reduced twice. What the user cleared or wrote is read back from `.grad` before anything is added. What waits may lie
 in the memory of `main` while that is empty, or in that of the bucket.
@@ -251,6 +254,7 @@ class Gradients:
         self._entries = owner.entries
         self._comm_dtype, self._dtype = policy.wire_dtype(main_dtype), policy.sum_dtype(main_dtype)
         self._factor = policy.reduction_factor(owner.mesh.num_ranks)
+        self._is_precise = policy.high_precision_reduce and not main_dtype.is_complex
         self._waiting: FlatBuffer | None = None  # not reduced where its extent is full, else over the shard axis
         self._main: MainGradient | None = None  # reduced over all axes: what optimizers read
         # Made once; it has memory while it is reduced, and while gradients wait in it.
@@ -532,13 +536,17 @@ class Gradients:
                 waiting = self._empty(group.inner_extent)
                 compat.foreach_zero_(waiting.segments)
             return Filling(grads, waiting, waiting, adds)
+        outer, piece = group.axes.outer, None
+        fits = not adds and self._comm_dtype == self._dtype  # what is reduced may lie in `main`
+        if outer is not None and outer.size > 1 and not (fits and group.main_extent == group.inner_extent):
+            piece = self._open_piece()
         if waiting is not None and waiting.extent == group.full_extent:
             self._waiting = None
-            return Filling(grads, waiting, waiting if waiting.dtype == self._comm_dtype else self._open_bucket(), adds)
+            target = waiting if waiting.dtype == self._comm_dtype else self._open_bucket()
+            return Filling(grads, waiting, target, adds, piece=piece)
         if target is None:
-            in_place = not adds and group.main_extent == group.full_extent and self._comm_dtype == self._dtype
-            target = self.main.buffer if in_place else self._open_bucket()
-        return Filling(grads, None, target, adds, written)
+            target = self.main.buffer if fits and group.main_extent == group.full_extent else self._open_bucket()
+        return Filling(grads, None, target, adds, written, piece)
 
     def release_bucket(self) -> None:
         """Free the bucket's memory; the compute stream has waited for the reduction."""
@@ -625,6 +633,17 @@ class Gradients:
         with torch.inference_mode(False):
             return FlatBuffer.empty(group.layout, extent, self._dtype, group.device)
 
+    def _open_piece(self) -> FlatBuffer | None:
+        """Memory for what is reduced over the shard axis, so that the bucket is free again while the outer axis reduces it.
+
+        `None` where it stays where it is, or is summed in other memory: whole, in high precision, or added to what waits.
+        """
+        group, waiting = self._group, self._waiting
+        is_added = waiting is not None and waiting.extent == group.inner_extent
+        if not group.placement.main or self._is_precise or is_added:
+            return None
+        return FlatBuffer.empty(group.layout, group.inner_extent, self._comm_dtype, group.device)
+
     def _open_bucket(self) -> FlatBuffer:
         """The bucket, allocated until `release_bucket`."""
         if self._bucket is None:
@@ -643,45 +662,54 @@ class Gradients:
             else:
                 main.close()
 
-    # -- reductions, on the reduce stream ------------------------------------------------------------------------------
+    # -- reductions, on the streams of their axes ----------------------------------------------------------------------
 
-    def reduce(self, filling: Filling, *, outer_later: bool, zeros_unused: bool) -> bool:
-        """Reduce what was prepared into `main`, or over the shard axis alone with `outer_later`, where the outer axis has several ranks.
+    def reduce(self, filling: Filling, *, outer_later: bool, zeros_unused: bool) -> FlatBuffer | None:
+        """Reduce what was prepared over the shard axis, and into `main` if no other rank is along the outer axis. On the reduce stream.
 
         Returns:
-            Whether it is in `main`. Then other ranks decide about `undecided` ones, unless unused parameters get zeros.
+            What the outer axis is to reduce (`reduce_outer`), in memory that the bucket is no part of unless gradients stay whole. `None`:
+            nothing; with `outer_later` it waits.
         """
         group, main, adds = self._group, self.main.buffer, filling.adds
         shard, outer = group.axes.shard, group.axes.outer
-        precise = group.policy.high_precision_reduce and not main.dtype.is_complex
         if outer is not None and outer.size == 1:
             outer = None
-        result, factor = filling.filled(), self._factor
-        if result.extent != group.full_extent:  # it waited, reduced over the shard axis
-            factor = 1.0
-        elif shard.size > 1:
+        result = filling.filled()
+        if shard.size > 1 and result.extent == group.full_extent:  # else it waited, reduced over the shard axis
             extent = group.inner_extent if group.placement.main else None
-            target = main if outer is None and not adds else None
-            result, factor = reduce_over(shard, result, extent, factor, target, precise=precise), 1.0
-        if outer is not None:
-            waiting, self._waiting = self._waiting, None
-            if waiting is not None:
-                accumulate_segments(waiting, result)
-                result = waiting
-            elif outer_later:
-                waiting = main if main.extent == result.extent and not adds else self._empty(result.extent)
-                compat.foreach_copy_(waiting.segments, result.segments)
-            if outer_later:
-                self._waiting = waiting
-                return False
-            if result.dtype != self._comm_dtype:
-                converted = FlatBuffer.empty(group.layout, result.extent, self._comm_dtype, group.device)
-                compat.foreach_copy_(converted.segments, result.segments)
-                result = converted
-            extent = group.main_extent if group.placement.outer_main else None
-            result = reduce_over(outer, result, extent, factor, None if adds else main, precise=precise)
+            target = filling.piece
+            if target is None and not adds and self._waiting is None:
+                target = main
+            result = reduce_over(shard, result, extent, self._factor, target, precise=self._is_precise)
+        if outer is None:
+            self._to_main(result, adds=adds, zeros_unused=zeros_unused)
+            return None
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            accumulate_segments(waiting, result)
+            result = waiting
+        wanted = self._dtype if outer_later else self._comm_dtype
+        if result.dtype != wanted:
+            converted = main if outer_later and main.extent == result.extent and not adds else None
+            if converted is None:
+                converted = FlatBuffer.empty(group.layout, result.extent, wanted, group.device)
+            compat.foreach_copy_(converted.segments, result.segments)
+            result = converted
+        if outer_later:
+            self._waiting = result
+            return None
+        return result
+
+    def reduce_outer(self, result: FlatBuffer, *, adds: bool, zeros_unused: bool) -> None:
+        """Reduce over the outer axis what `reduce` has returned, into `main`. On the stream of that axis."""
+        group, outer = self._group, self._group.axes.outer
+        assert outer is not None, "it was not reduced over it yet"
+        factor = self._factor if group.axes.shard.size == 1 else 1.0  # applied once
+        extent = group.main_extent if group.placement.outer_main else None
+        target = None if adds else self.main.buffer
+        result = reduce_over(outer, result, extent, factor, target, precise=self._is_precise)
         self._to_main(result, adds=adds, zeros_unused=zeros_unused)
-        return True
 
     def _to_main(self, result: FlatBuffer, *, adds: bool, zeros_unused: bool) -> None:
         """Copy or add a reduced gradient to `main`, and show it to the optimizer."""
@@ -750,6 +778,7 @@ class Filling(NamedTuple):
         target: What is reduced: full size, in the communication dtype; or what waits for the outer axis alone.
         adds: The reduced gradient is added to what is in `main`.
         written: Which gradients are in the target already.
+        piece: Where the shard axis puts what the outer axis reduces next; `None`: into `main`, or nowhere else.
     """
 
     grads: list[Tensor | None]
@@ -757,6 +786,7 @@ class Filling(NamedTuple):
     target: FlatBuffer
     adds: bool
     written: frozenset[int] = frozenset()
+    piece: FlatBuffer | None = None
 
     def filled(self) -> FlatBuffer:
         """Copy everything into the target, ready to be reduced.

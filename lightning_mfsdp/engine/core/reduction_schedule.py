@@ -2,6 +2,14 @@
 
 The order is a list that rank 0 determines at the first backward: a unit that is ready early waits for its turn, and one whose
 gradients never arrive (unused on this rank) is reduced as zeros at the end. Parameters that no rank used have no gradient (usage.py).
+
+Where there is an outer axis, each axis reduces on a stream of its own, so that the links of both are busy at once:
+
+    shard axis, in buckets          unit 3    unit 2    unit 1    unit 0
+    outer axis, of this rank's part           unit 3    unit 2    unit 1    unit 0
+
+A bucket is free when the shard axis is done with it. Both axes have the units in the same order, and on the host a unit's two reductions
+are issued one after the other: ranks issue the same in the same order, whatever runs at the same time.
 """
 
 from __future__ import annotations
@@ -20,6 +28,7 @@ from lightning_mfsdp.base.streams import Event, Streams
 from lightning_mfsdp.engine.comm.gather_order import REDUCTION, GatherOrder
 from lightning_mfsdp.engine.comm.mesh import Mesh
 from lightning_mfsdp.engine.comm.ranges import Ranges
+from lightning_mfsdp.engine.core.buffer import FlatBuffer
 from lightning_mfsdp.engine.core.gradient_hooks import run_gradient_hooks
 from lightning_mfsdp.engine.core.gradients import DirectWrites, Filling, Sync
 from lightning_mfsdp.engine.core.group import ParameterGroup
@@ -29,13 +38,20 @@ from lightning_mfsdp.engine.core.usage import Usage
 __all__ = ["ReductionSchedule"]
 
 _MAX_BUCKETS = 2
+_MAX_OVER_OUTER = 2
 
 
 class _InFlight(NamedTuple):
-    """A unit's reduction that was issued. Until `done`, its buckets and the tensors that fill them are kept alive."""
+    """A unit's reduction over one axis, or over the only one, that was issued.
+
+    Attributes:
+        groups: Whose buckets are free after it.
+        kept: What it reads and writes, kept alive until
+        done: it is done.
+    """
 
     groups: list[ParameterGroup]
-    fillings: list[Filling]
+    kept: Sequence[Filling | FlatBuffer]
     done: Event
 
 
@@ -67,6 +83,7 @@ class ReductionSchedule:
         self._done: set[int] = set()  # numbers of units whose gradients are complete in this backward
         self._with_news: list[ParameterGroup] = []  # shown by the last wait, and whose hooks are to run
         self._in_flight: deque[_InFlight] = deque()  # reductions that were issued, and whose buckets have memory
+        self._over_outer: deque[_InFlight] = deque()  # those that were issued over the outer axis
         self._reduced: dict[ParameterGroup, None] = {}  # in this backward, in an order that all ranks share
         self._usage = Usage(streams)
 
@@ -78,7 +95,7 @@ class ReductionSchedule:
         """Where a layer writes gradients of a group in this backward that it cannot leave to autograd."""
         if group.gradients.writes is None:
             while self._is_on_its_way(group):
-                self._retire()
+                self._retire() if self._in_flight else self._retire_outer()
         return group.gradients.begin_writes(self.sync)
 
     def in_order(self, units: Sequence[Unit]) -> list[Unit]:
@@ -172,17 +189,25 @@ class ReductionSchedule:
 
     def _make_room(self, groups: Sequence[ParameterGroup]) -> None:
         """Free the buckets needed for the given reductions, which come next on all ranks."""
-        if self._gather_order.has_reductions and (first := groups[0]).placement.weight:
-            self._gather_order.note(first.weights.number, first.name, REDUCTION)
+        if self._gather_order.has_reductions:
+            for group in groups:
+                if group.placement.weight:
+                    self._gather_order.note(group.weights.number, group.name, REDUCTION)
+                    break
         while len(self._in_flight) >= _MAX_BUCKETS:
             self._retire()
+        while self._over_outer and len(self._over_outer) >= _MAX_OVER_OUTER:
+            self._retire_outer()
         for group in groups:
             while self._is_on_its_way(group):
-                self._retire()
+                self._retire() if self._in_flight else self._retire_outer()
 
     def _is_on_its_way(self, group: ParameterGroup) -> bool:
-        """Whether a bucket of a group is in flight."""
-        for sent in self._in_flight:  # noqa: SIM110 - a generator costs host time, in every unit
+        """Whether gradients of a group are being reduced."""
+        for sent in self._in_flight:
+            if group in sent.groups:
+                return True
+        for sent in self._over_outer:  # noqa: SIM110 - a generator costs host time, in every unit
             if group in sent.groups:
                 return True
         return False
@@ -192,23 +217,59 @@ class ReductionSchedule:
         self._make_room(groups)
         fillings = [group.gradients.prepare(reached) for group in groups]
         ready, zeros_unused = self._streams.record(), self.zeros_unused or self.recordings > 0
+        outer_later = self.sync is Sync.SHARD
+        rests: list[tuple[ParameterGroup, FlatBuffer, bool]] = []
         with self._streams.on(self._streams.reduce):
             self._streams.wait(ready, self._streams.reduce)
             for group, filling in zip(groups, fillings, strict=True):
                 with self._ranges.around("reduce", group.name):
-                    outer_later = self.sync is Sync.SHARD
-                    is_done = group.gradients.reduce(filling, outer_later=outer_later, zeros_unused=zeros_unused)
-                if is_done and not zeros_unused:
+                    rest = group.gradients.reduce(filling, outer_later=outer_later, zeros_unused=zeros_unused)
+                if rest is not None:
+                    rests.append((group, rest, filling.adds))
+                waits = outer_later and (outer := group.axes.outer) is not None and outer.size > 1
+                if not (waits or zeros_unused):
                     self._reduced[group] = None
                 self.started += 1
             done = self._streams.record()
-        self._in_flight.append(_InFlight(groups, fillings, done))
+        # What stays whole is in its bucket until the outer axis has reduced it, too.
+        buckets = [group for group in groups if group.placement.main] if rests else groups
+        self._in_flight.append(_InFlight(buckets, fillings, done))
+        if rests:
+            self._reduce_over_outer(rests, done, zeros_unused=zeros_unused)
+
+    def _reduce_over_outer(
+        self, rests: Sequence[tuple[ParameterGroup, FlatBuffer, bool]], ready: Event, *, zeros_unused: bool
+    ) -> None:
+        """Start the reduction over the outer axis of what was reduced over the shard axis.
+
+        Args:
+            rests: Groups, what they have, and whether that is added to their main gradients.
+            ready: After it was reduced over the shard axis.
+            zeros_unused: Parameters that no rank used get zeros.
+        """
+        streams, groups = self._streams, [group for group, _, _ in rests]
+        with streams.on(streams.outer):
+            streams.wait(ready, streams.outer)
+            for group, rest, adds in rests:
+                with self._ranges.around("reduce", group.name):
+                    group.gradients.reduce_outer(rest, adds=adds, zeros_unused=zeros_unused)
+            done = streams.record()
+        self._over_outer.append(_InFlight(groups, [rest for _, rest, _ in rests], done))
 
     def _retire(self) -> None:
-        """Wait, on the compute stream, for the oldest reduction and free its buckets."""
+        """Wait, on the compute stream, for the oldest reduction over the shard axis, and free its buckets."""
         oldest = self._in_flight.popleft()
         if oldest.done is not None:
             self._streams.wait(oldest.done)
+        for group in oldest.groups:
+            group.gradients.release_bucket()
+
+    def _retire_outer(self) -> None:
+        """The same for the oldest reduction over the outer axis; some of what it kept is memory of the stream of the shard axis."""
+        oldest = self._over_outer.popleft()
+        if oldest.done is not None:
+            self._streams.wait(oldest.done)
+            self._streams.wait(oldest.done, self._streams.reduce)
         for group in oldest.groups:
             group.gradients.release_bucket()
 
@@ -263,6 +324,8 @@ class ReductionSchedule:
         """Have the compute stream wait for all reductions, and show their results."""
         while self._in_flight:
             self._retire()
+        while self._over_outer:
+            self._retire_outer()
         if self._reduced:
             self._usage.exchange(list(self._reduced))
             self._reduced.clear()
@@ -296,6 +359,8 @@ class ReductionSchedule:
         """A backward raised: forget what it left."""
         while self._in_flight:
             self._retire()
+        while self._over_outer:
+            self._retire_outer()
         for group in groups:
             group.gradients.drop_news()
             group.gradients.drop()
@@ -306,6 +371,7 @@ class ReductionSchedule:
     def forget_events(self) -> None:
         """Drop the events of what was issued; see `Context.forget_events`."""
         self._in_flight = deque(sent._replace(done=None) for sent in self._in_flight)
+        self._over_outer = deque(sent._replace(done=None) for sent in self._over_outer)
 
     @contextmanager
     def hiding_gradients(self) -> Iterator[None]:

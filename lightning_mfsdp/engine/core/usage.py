@@ -59,7 +59,7 @@ class Usage:
         ones = self._ones.get(ranks)
         if ones is None or ones.numel() != numel:
             ones = self._ones[ranks] = torch.ones(numel, dtype=torch.uint8, device=groups[0].device)
-        _maximum(ones, groups[0])  # which leaves ones
+        self._maximum(ones, groups[0])  # which leaves ones
 
     def _ask(self, groups: list[ParameterGroup]) -> None:
         """Report what this rank did not use, and wait for the other ranks' reports."""
@@ -71,16 +71,26 @@ class Usage:
         reports = torch.tensor(used, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda").to(
             device, non_blocking=True
         )
-        _maximum(reports, groups[0])
+        self._maximum(reports, groups[0])
         self.waits += 1
         used = reports.tolist()  # waits for the stream of the reductions alone
         for group in groups:
             group.gradients.decide(used[: len(group.entries)])
             used = used[len(group.entries) :]
 
+    def _maximum(self, used: Tensor, group: ParameterGroup) -> None:
+        """Take the maximum over all ranks that have the parameters of a group.
 
-def _maximum(used: Tensor, group: ParameterGroup) -> None:
-    """Take the maximum over all ranks that have the parameters of a group."""
-    for axis in (group.axes.shard, group.axes.outer):
-        if axis is not None and axis.size > 1:
-            dist.all_reduce(used, op=dist.ReduceOp.MAX, group=axis.reduce_group or axis.group)
+        Each axis on the stream of its reductions, so that a communicator has one order of calls on the device.
+        """
+        shard, outer = group.axes.shard, group.axes.outer
+        if shard.size > 1:
+            dist.all_reduce(used, op=dist.ReduceOp.MAX, group=shard.reduce_group or shard.group)
+        if outer is not None and outer.size > 1:
+            streams = self._streams
+            reduced = streams.record()
+            with streams.on(streams.outer):
+                streams.wait(reduced, streams.outer)
+                dist.all_reduce(used, op=dist.ReduceOp.MAX, group=outer.reduce_group or outer.group)
+                done = streams.record()
+            streams.wait(done, streams.reduce)
