@@ -417,7 +417,9 @@ def tensors_without_memory() -> AbstractContextManager[Any]:
 
 def backward_under_function_modes(loss: Tensor) -> None:
     """`loss.backward()`, in which modes for torch functions stay active (torch 2.11 to 2.15: `_engine_run_backward`)."""
-    graph._engine_run_backward((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    graph._engine_run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def is_without_memory(tensor: Tensor) -> bool:
@@ -426,7 +428,7 @@ def is_without_memory(tensor: Tensor) -> bool:
 
 
 def needs_values_because(error: BaseException) -> str:
-    """The operation that cannot be computed without values; empty for other errors (torch 2.11 to 2.15: `UnsupportedFakeTensorException`)."""
+    """The operation that cannot be computed without values; empty for other errors (torch 2.11 to 2.15: exceptions of fake tensors)."""
     kinds = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
     return str(error.func) if isinstance(error, kinds) else ""
 

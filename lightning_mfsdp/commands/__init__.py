@@ -34,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: `None`: those of the process.
 
     Returns:
-        The exit code: 0; 1 if `checkpoint verify` or `doctor` found problems, or what `memory` estimates does not fit; 2 if a command failed, with one line on stderr that says why.
+        The exit code: 0; 1 if `checkpoint verify` or `doctor` found problems, or what `memory` estimates does not fit; 2 if a command
+        failed, with one line on stderr that says why.
     """
     chosen = build_parser().parse_args(arguments)
     try:

@@ -108,7 +108,9 @@ def rehearse(subject: Subject, run: Rehearsal) -> MemoryEstimate:
         RuntimeError: There is a process group already.
     """
     if dist.is_initialized():
-        raise RuntimeError("an estimate of memory needs a process without a process group, and this one has one; use another process")
+        raise RuntimeError(
+            "an estimate of memory needs a process without a process group, and this one has one; use another process"
+        )
     run.options.mesh_sizes.of_world(run.ranks, run.node_size)  # refuses sizes before anything is built
     with ExitStack() as around:
         around.enter_context(warnings.catch_warnings())
@@ -136,13 +138,13 @@ class _Step:
         parameters = sum(parameter.numel() for parameter in module.parameters())
         attend_without_masks(module)
         live = LiveMemory(LAYERS)
-        with compat.tensors_without_memory(), live, FusedKernels():
+        with compat.tensors_without_memory(), live:
             run.options.shard(module, self._mesh, self._precision, self._device)
             balance_experts(module)
             optimizers = subject.optimizers(module)
             for optimizer in optimizers:
                 fully_shard_optimizer(optimizer)
-            with self._divided_sequences(module) as part_of:
+            with self._divided_sequences(module) as part_of, FusedKernels():
                 for _ in range(_STEPS):
                     live.forget()
                     meter = _Meter(module, live, lambda: self._optimizer_bytes(optimizers))
@@ -169,7 +171,9 @@ class _Step:
         run, batch = self._run, self._subject.batch()
         for number in range(run.microbatches):
             is_last = number == run.microbatches - 1
-            held_back = nullcontext() if is_last else no_sync(module, keep_sharded=run.options.accumulation == "sharded")
+            held_back = (
+                nullcontext() if is_last else no_sync(module, keep_sharded=run.options.accumulation == "sharded")
+            )
             with held_back:
                 with part_of(batch) as part, gather_root(module), self._precision.forward_context():
                     loss = self._subject.loss(module, part)

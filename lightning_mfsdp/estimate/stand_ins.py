@@ -1,4 +1,4 @@
-"""What CUDA computes in one kernel, and PyTorch's CPU in several that keep more; and masks that a model makes only where it sees no values."""
+"""In place of what differs without a GPU or without values: norms that CUDA computes in one kernel, and masks of causal attention."""
 
 from __future__ import annotations
 

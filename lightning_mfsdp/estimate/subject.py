@@ -114,7 +114,9 @@ def _transformers() -> Any:
     try:
         return importlib.import_module("transformers")
     except ImportError as error:
-        raise ImportError(f"the memory of a config.json needs transformers ({error}): pip install transformers") from error
+        raise ImportError(
+            f"the memory of a config.json needs transformers ({error}): pip install transformers"
+        ) from error
 
 
 def _configuration(path: Path) -> Any:
@@ -132,8 +134,8 @@ def _configuration(path: Path) -> Any:
     transformers = _transformers()
     if content.get("auto_map") or kind not in transformers.CONFIG_MAPPING:
         raise ValueError(
-            f"{file}: transformers {transformers.__version__} has no model_type {kind!r} of its own, and code of a model's repository is not "
-            "run. Install a version that has it, or give a LightningModule, as package.module:ClassName"
+            f"{file}: transformers {transformers.__version__} has no model_type {kind!r} of its own, and code of a model's repository is "
+            "not run. Install a version that has it, or give a LightningModule, as package.module:ClassName"
         )
     config = transformers.AutoConfig.for_model(**{"model_type": kind, **content})
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -233,7 +235,9 @@ def _instance(kind: type[LightningModule], arguments: Mapping[str, Any]) -> Ligh
     try:
         from jsonargparse import ArgumentError, ArgumentParser
     except ImportError as error:
-        raise ImportError(f"arguments of a class in a file need jsonargparse ({error}): pip install jsonargparse") from error
+        raise ImportError(
+            f"arguments of a class in a file need jsonargparse ({error}): pip install jsonargparse"
+        ) from error
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(kind, "model")
     try:

@@ -43,18 +43,26 @@ def add_memory_command(subparsers: Any) -> None:
     text = "how many GiB of each GPU a training step takes, by kind, and what makes it fit; needs no GPU"
     parser: ArgumentParser = subparsers.add_parser("memory", help=text, description=text)
     parser.add_argument(
-        "model", metavar="CONFIG", help="a config.json of transformers, or its folder; or package.module:LightningModule"
+        "model",
+        metavar="CONFIG",
+        help="a config.json of transformers, or its folder; or package.module:LightningModule",
     )
     parser.add_argument("--gpus", type=int, required=True, metavar="N", help="of the whole run")
     parser.add_argument("--gib", type=float, default=80.0, metavar="GIB", help="of each GPU (80)")
-    parser.add_argument("--reserve", type=float, metavar="GIB", help="for what is not counted (3, and 5 %% of the rest)")
+    parser.add_argument(
+        "--reserve", type=float, metavar="GIB", help="for what is not counted (3, and 5 %% of the rest)"
+    )
 
     step = parser.add_argument_group("the step")
     step.add_argument("--micro-batch", type=int, metavar="B", help="sequences of a microbatch, of a config.json (1)")
     step.add_argument("--sequence", type=int, metavar="S", help="tokens of a sequence, of a config.json (4096)")
     step.add_argument("--batch", metavar="TEXT", help='of a LightningModule, such as "int64[4,129] int64[4]"')
-    step.add_argument("--config", type=Path, metavar="FILE", help="of LightningCLI: the module's arguments, strategy, precision")
-    step.add_argument("--optimizer", choices=OPTIMIZERS, help="of a config.json (adamw), or instead of the module's own")
+    step.add_argument(
+        "--config", type=Path, metavar="FILE", help="of LightningCLI: the module's arguments, strategy, precision"
+    )
+    step.add_argument(
+        "--optimizer", choices=OPTIMIZERS, help="of a config.json (adamw), or instead of the module's own"
+    )
     step.add_argument("--precision", choices=get_args(PrecisionName), help="of the Trainer (bf16-mixed)")
     step.add_argument("--grad-comm-dtype", choices=_GRAD_COMM_DTYPES, help="of gradients that are sent (float32)")
 
@@ -68,7 +76,11 @@ def add_memory_command(subparsers: Any) -> None:
     strategy.add_argument("--free-gradients", action="store_true", default=None)
     strategy.add_argument("--recompute", action="store_true", help="activations of all layers")
     strategy.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", help="any other option; the value is JSON, or a word"
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="any other option; the value is JSON, or a word",
     )
 
     parser.add_argument("--quick", action="store_true", help="only what was asked for: no comparison, no search")
@@ -194,7 +206,9 @@ def _content_of(file: Path | None) -> Mapping[str, Any]:
     except yaml.YAMLError as error:
         raise ValueError(f"{file} is no YAML: {error}") from error
     if not isinstance(content, Mapping):
-        raise ValueError(f"{file}: expected the sections of LightningCLI, such as model and trainer, got {content!r:.80}")
+        raise ValueError(
+            f"{file}: expected the sections of LightningCLI, such as model and trainer, got {content!r:.80}"
+        )
     return content
 
 
@@ -302,9 +316,7 @@ def _rows(case: _Case, estimate: MemoryEstimate) -> dict[str, int]:
     return {**kinds, "reserve": case.reserve_bytes(estimate)}
 
 
-def _lines(
-    case: _Case, estimate: MemoryEstimate, other: MemoryEstimate | None, tried: list[_Tried]
-) -> Iterator[str]:
+def _lines(case: _Case, estimate: MemoryEstimate, other: MemoryEstimate | None, tried: list[_Tried]) -> Iterator[str]:
     given, run = case.arguments, case.run
     sizes = run.options.mesh_sizes.of_world(run.ranks, run.node_size)
     axes = ", ".join(f"{name} {size}" for name, size in {**sizes, "expert": run.options.expert}.items() if size > 1)
@@ -329,8 +341,8 @@ def _lines(
         yield f"host memory of each GPU's process: {_gib(estimate.host)} GiB of main weights and optimizer state"
     if estimate.padding > _MUCH_PADDING:
         yield (
-            f"padding: {estimate.padding:.0%} of the parameters, because some have fewer rows than there are ranks or rows that do not divide "
-            "well; another number of ranks along the shard axis takes less"
+            f"padding: {estimate.padding:.0%} of the parameters, because some have fewer rows than there are ranks, or rows that do not "
+            "divide well; another number of ranks along the shard axis takes less"
         )
     if tried or not case.fits(estimate):
         yield from _advice(case, estimate, tried)
@@ -353,9 +365,7 @@ def _gib(size_bytes: int) -> str:
     return f"{size_bytes / _GIB:.2f}"
 
 
-def _facts(
-    case: _Case, estimate: MemoryEstimate, other: MemoryEstimate | None, tried: list[_Tried]
-) -> dict[str, Any]:
+def _facts(case: _Case, estimate: MemoryEstimate, other: MemoryEstimate | None, tried: list[_Tried]) -> dict[str, Any]:
     """For programs: everything in bytes."""
 
     def described(one: MemoryEstimate) -> dict[str, Any]:

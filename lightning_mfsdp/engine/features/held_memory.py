@@ -37,13 +37,7 @@ class HeldMemory:
     @property
     def on_device(self) -> int:
         """All but `host`."""
-        return (
-            sum(self.main.values())
-            + sum(self.compute.values())
-            + self.gathered
-            + self.gradients
-            + self.buckets
-        )
+        return sum(self.main.values()) + sum(self.compute.values()) + self.gathered + self.gradients + self.buckets
 
 
 def held_memory(module: nn.Module) -> HeldMemory:
