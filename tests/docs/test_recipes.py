@@ -18,8 +18,8 @@ COLUMNS = [cell.strip() for cell in HEAD[1:]]
 FIGURES = {row[0].strip("*"): row[1:] for row in rows(TEXT[TEXT.index("| GiB of each GPU") :].split("\n\n")[0])}
 
 
-def test_every_recipe_has_a_column_and_every_configuration_a_recipe() -> None:
-    assert list(COMMANDS) == COLUMNS
+def test_every_column_has_a_recipe_and_every_configuration_is_used() -> None:
+    assert set(COLUMNS) <= set(COMMANDS)
     used = {config.strip("`") for config, _ in COMMANDS.values()}
     assert used == {file.name for file in (ROOT / "examples/recipes").iterdir()}
 
@@ -32,7 +32,7 @@ def test_the_page_has_the_figures_of_the_command(recipe: str, capsys: pytest.Cap
     code = main(["memory", str(ROOT / "examples/recipes" / config), *options.split(), "--quick", "--json"])
     facts = json.loads(capsys.readouterr().out)
     assert code == 0
-    computed = {**facts["peak"], "total": facts["total"], "host memory": facts["host"]}
+    computed = {**facts["peak"], "total": facts["total"]} | ({"host memory": facts["host"]} if facts["host"] else {})
     shown = {kind: cells[COLUMNS.index(recipe)] for kind, cells in FIGURES.items()}
-    assert shown == {kind: f"{computed[kind] / 2**30:.2f}" if computed.get(kind) else "-" for kind in shown}
+    assert shown == {kind: f"{computed[kind] / 2**30:.2f}" if kind in computed else "-" for kind in shown}
     assert computed.keys() <= shown.keys()

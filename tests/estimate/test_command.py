@@ -34,7 +34,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Any:
 def test_a_model_that_fits_is_a_table_by_kind(run: Any, tmp_path: Path) -> None:
     code, printed = run(write_config(tmp_path), "--gpus", 8, *SHORT, "--outer", 2, "--outer-sharding", "optim")
     assert code == 0
-    assert "313,216 parameters on 8 GPUs (outer 2, data 4), bf16-mixed" in printed
+    assert "313,280 parameters on 8 GPUs (outer 2, data 4), bf16-mixed" in printed
     kinds = ("main weights, float32", "weights, bfloat16", "gradients", "gathered weights", "reduction buckets")
     for kind in (*kinds, "optimizer state", "activations", "logits and loss", "reserve", "total"):
         assert f"\n{kind} " in printed
@@ -85,7 +85,7 @@ def test_a_lightning_module_is_estimated_with_what_a_file_says(run: Any, tmp_pat
     code, printed = run(CLASS, "--config", file, "--batch", BATCH, "--gpus", 2, "--json", "--quick")
     facts = json.loads(printed)
     assert code == 0
-    assert facts["parameters"] == 313_216
+    assert facts["parameters"] == 313_280
     assert {kind.split(",")[0] for kind in facts["most"]} >= {"weights", "main weights", "optimizer state"}
     assert "weights, bfloat16" in facts["most"]
     assert facts["most"]["optimizer state"] == facts["most"]["main weights, bfloat16"], "momentum alone, in bf16"
