@@ -26,7 +26,7 @@ CLASS = "tests.estimate.models:Causal"
 SHAPE = ("--micro-batch", "2", "--sequence", "96")
 STEPS = 3
 ACTIVATIONS = ("activations", "logits and loss")
-ERROR = 0.02  # of activations, which docs/large_runs.md states
+ERROR = 0.06  # of activations, which docs/large_runs.md states
 CASES = {
     "as it comes": ("bf16-mixed", "adamw", {}),
     "whole weights": ("bf16-true", "sgd", {"sharding": "optim_grads"}),
