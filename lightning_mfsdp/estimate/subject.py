@@ -68,7 +68,7 @@ def batch_of(description: str) -> Any:
             '"input_ids=int64[2,128] labels=int64[2,128]" for a mapping'
         )
     tensors = [
-        torch.zeros([int(size) for size in match[3].split(",")], dtype=getattr(torch, match[2]))
+        torch.zeros([int(size) for size in match[3].split(",")], dtype=getattr(torch, match[2]), device="cpu")
         for match in matches
         if match is not None
     ]
@@ -100,7 +100,7 @@ def huggingface_subject(path: Path, *, micro_batch: int, sequence: int, optimize
         return model
 
     def batch() -> dict[str, Tensor]:
-        tokens = torch.zeros(micro_batch, sequence, dtype=torch.int64)
+        tokens = torch.zeros(micro_batch, sequence, dtype=torch.int64, device="cpu")
         return {"input_ids": tokens, "labels": tokens.clone()}
 
     def loss(model: Any, batch: Any) -> Tensor:
@@ -130,7 +130,9 @@ def _configuration(path: Path) -> Any:
         content = json.loads(file.read_text())
         kind = content["model_type"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is no config.json of transformers: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"{file} is no config.json of transformers; give the one that came with a model: {type(error).__name__}: {error}"
+        ) from error
     transformers = _transformers()
     if content.get("auto_map") or kind not in transformers.CONFIG_MAPPING:
         raise ValueError(
@@ -175,14 +177,15 @@ def lightning_subject(
         if not module.automatic_optimization:
             raise ValueError(
                 f"{target}: its training_step calls the optimizers itself (automatic_optimization=False), and only automatic optimization "
-                "can be estimated"
+                "can be estimated; "
+                "use a step without optimizers"
             )
         module.configure_model()
         return module
 
     if batch is None and (example := build().example_input_array) is None:
         raise ValueError(
-            f'{target}: what is in a batch? Use --batch, such as --batch "int64[4,129]", or set example_input_array in the class'
+            f'{target}: its batch is not known; use --batch, such as --batch "int64[4,129]", or set example_input_array in the class'
         )
 
     def new_batch() -> Any:
@@ -195,7 +198,8 @@ def lightning_subject(
         except Exception as error:
             if operator := compat.needs_values_because(error):
                 raise ValueError(
-                    f"{target}.training_step needs values of tensors ({operator}), and an estimate of memory has shapes alone"
+                    f"{target}.training_step needs values of tensors ({operator}), and an estimate of memory has shapes alone; "
+                    "use a step that computes all of a batch"
                 ) from error
             raise
         result = output["loss"] if isinstance(output, Mapping) else output
@@ -243,14 +247,16 @@ def _instance(kind: type[LightningModule], arguments: Mapping[str, Any]) -> Ligh
     try:
         parsed = parser.parse_object({"model": dict(arguments)})
     except ArgumentError as error:
-        raise ValueError(f"{kind.__name__}: its arguments in the file do not fit: {error}") from error
+        raise ValueError(
+            f"{kind.__name__}: its arguments in the file do not fit; use those of its constructor: {error}"
+        ) from error
     module: LightningModule = parser.instantiate_classes(parsed).model
     return module
 
 
 def _zeros_like(example: Any) -> Any:
     if isinstance(example, Tensor):
-        return torch.zeros(example.shape, dtype=example.dtype)
+        return torch.zeros(example.shape, dtype=example.dtype, device="cpu")
     if isinstance(example, Mapping):
         return {key: _zeros_like(value) for key, value in example.items()}
     return tuple(map(_zeros_like, example))

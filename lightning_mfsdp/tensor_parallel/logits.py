@@ -175,6 +175,6 @@ class DividedLogits:
                 " rank's part of the vocabulary. Leave labels out, or set model.loss_function to a function of your own before the plan is"
                 " applied: logits are gathered then."
             )
-        if logits is None or is_without_memory(logits):  # nobody reads them, and no other class can be made of them
+        if logits is None or is_without_memory(logits):  # no program reads them, and no other class can be made of them
             return output
         return map_tensors(lambda tensor: UnreadLogits.of(tensor, self._group) if tensor is logits else tensor, output)

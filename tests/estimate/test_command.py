@@ -96,7 +96,10 @@ def test_a_lightning_module_is_estimated_with_what_a_file_says(run: Any, tmp_pat
     [
         (("{folder}/nowhere", "--gpus", 2), "does not exist. Nothing is downloaded"),
         (("meta-llama/Meta-Llama-3-8B", "--gpus", 2), "of a gated model, once you have accepted its license"),
-        (("{broken}", "--gpus", 2), "is no config.json of transformers: JSONDecodeError"),
+        (
+            ("{broken}", "--gpus", 2),
+            "is no config.json of transformers; give the one that came with a model: JSONDecodeError",
+        ),
         (
             ("{strange}", "--gpus", 2),
             "has no model_type 'strange' of its own, and code of a model's repository is not run",
@@ -112,7 +115,7 @@ def test_a_lightning_module_is_estimated_with_what_a_file_says(run: Any, tmp_pat
         (("{config}", "--gpus", 2, "--set", "recompute=3"), "recompute=3: expected a Recompute"),
         (("{config}", "--gpus", 2, "--set", "data"), "expected NAME=VALUE"),
         (("{config}", "--gpus", 4, "--expert", 2), "has no experts to divide"),
-        ((CLASS, "--gpus", 2), "what is in a batch? Use --batch"),
+        ((CLASS, "--gpus", 2), "its batch is not known; use --batch"),
         ((CLASS, "--gpus", 2, "--batch", "int64"), "batch 'int64': expected dtypes and shapes"),
         ((CLASS, "--gpus", 2, "--sequence", 8), "--sequence is not for a LightningModule"),
         (("tests.estimate.models:Other", "--gpus", 2), "there is no such class"),

@@ -160,8 +160,9 @@ def _refuse_unused(arguments: Namespace) -> None:
     for name in unused:
         if getattr(arguments, name) is not None:
             flag = f"--{name.replace('_', '-')}"
-            advice = "say what is in a batch with --batch" if is_module else "use --micro-batch and --sequence"
-            raise ValueError(f"{flag} is not for {'a LightningModule' if is_module else 'a config.json'}; {advice}")
+            if is_module:
+                raise ValueError(f"{flag} is not for a LightningModule; use --batch, which says what is in one")
+            raise ValueError(f"{flag} is not for a config.json; use --micro-batch and --sequence")
     for name in ("gpus", "micro_batch", "sequence"):
         number = getattr(arguments, name)
         if number is not None and number < 1:
@@ -182,11 +183,13 @@ def _case_of(arguments: Namespace) -> _Case:
             raise ValueError(f"--set {entry}: expected NAME=VALUE, such as --set reshard_after_forward=false")
         options[name] = _value_of(text)
     if unknown := sorted(options.keys() - set(names)):
-        raise ValueError(f"MFSDPStrategy has no option {unknown[0]!r}; it has {', '.join(names)}")
+        raise ValueError(f"MFSDPStrategy has no option {unknown[0]!r}; expected one of {', '.join(names)}")
     try:
         checked = TrainerOptions(**options)
     except TypeError as error:
-        raise ValueError(str(error)) from error
+        raise ValueError(
+            f"an option of the strategy is of the wrong kind; use JSON, as in --set NAME=JSON: {error}"
+        ) from error
     policy = {} if arguments.grad_comm_dtype is None else {"grad_comm_dtype": getattr(torch, arguments.grad_comm_dtype)}
     precision = arguments.precision or _precision_of(trainer.get("precision"))
     return _Case(
@@ -204,7 +207,7 @@ def _content_of(file: Path | None) -> Mapping[str, Any]:
     try:
         content = yaml.safe_load(file.read_text())
     except yaml.YAMLError as error:
-        raise ValueError(f"{file} is no YAML: {error}") from error
+        raise ValueError(f"{file} is no YAML; give a file that LightningCLI reads: {error}") from error
     if not isinstance(content, Mapping):
         raise ValueError(
             f"{file}: expected the sections of LightningCLI, such as model and trainer, got {content!r:.80}"
@@ -217,7 +220,7 @@ def _strategy_of(section: Any) -> dict[str, Any]:
         return {}
     if isinstance(section, str):
         if section not in REGISTERED:
-            raise ValueError(f"strategy: {section!r} is not one of {', '.join(REGISTERED)}")
+            raise ValueError(f"strategy: expected one of {', '.join(REGISTERED)}, or a class path, got {section!r}")
         arguments, _ = REGISTERED[section]
         return dict(arguments)
     return dict(section.get("init_args") or {})
