@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import sys
@@ -202,8 +203,7 @@ def _case_of(arguments: Namespace) -> _Case:
 def _content_of(file: Path | None) -> Mapping[str, Any]:
     if file is None:
         return {}
-    import yaml
-
+    yaml: Any = importlib.import_module("yaml")
     try:
         content = yaml.safe_load(file.read_text())
     except yaml.YAMLError as error:
