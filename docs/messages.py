@@ -58,6 +58,7 @@ SECTIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
         ("checkpoint", "commands", "trainer/checkpointing.py", "trainer/data_position.py", "fabric/checkpoints.py"),
     ),
     "Safetensors": ("export.md", ("checkpoint/safetensors", "commands/safetensors_folder.py")),
+    "Memory of a model": ("large_runs.md#memory-before-you-rent", ("estimate", "commands/memory")),
     "Losses and batches": ("ops.md", ("ops",)),
     "Mixtures of experts": ("moe.md", ("moe",)),
     "Multi-token prediction": ("mtp.md", ("mtp.py",)),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import faulthandler
 import functools
+import importlib
 import inspect
 import re
 import sys
@@ -27,7 +28,8 @@ from torch._C import _distributed_c10d as distributed_types
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._guards import CompileContext
-from torch.autograd import Variable, forward_ad
+from torch._subclasses import fake_tensor
+from torch.autograd import Variable, forward_ad, graph
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor, Shard
@@ -400,6 +402,40 @@ def uses_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
 def carries_data(group: dist.ProcessGroup) -> bool:
     """Whether ranks of a group exist; the fake backend simulates them and moves nothing."""
     return bool(dist.get_backend(group) != "fake")
+
+
+def init_group_of_absent_ranks(rank: int, world_size: int) -> None:
+    """A default process group whose other ranks do not exist: collectives return at once and move nothing (torch 2.11 to 2.15: "fake")."""
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
+    dist.init_process_group("fake", rank=rank, world_size=world_size)
+
+
+def tensors_without_memory() -> AbstractContextManager[Any]:
+    """New tensors have a shape, a dtype and a device, and operations compute these alone (torch 2.11 to 2.15: `FakeTensorMode`)."""
+    return fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def backward_under_function_modes(loss: Tensor) -> None:
+    """`loss.backward()`, in which modes for torch functions stay active (torch 2.11 to 2.15: `_engine_run_backward`)."""
+    graph._engine_run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def is_without_memory(tensor: Tensor) -> bool:
+    """Whether a tensor was made inside of `tensors_without_memory`."""
+    return isinstance(tensor, fake_tensor.FakeTensor)
+
+
+def needs_values_because(error: BaseException) -> str:
+    """The operation that cannot be computed without values; empty for other errors (torch 2.11 to 2.15: exceptions of fake tensors)."""
+    kinds = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
+    return str(error.func) if isinstance(error, kinds) else ""
+
+
+# Reads of one number by the host: `item`, `tolist`, `bool` (torch 2.11 to 2.15).
+READS_NUMBER = torch.ops.aten._local_scalar_dense.default
+NumberWithoutValue = fake_tensor.DataDependentOutputException
 
 
 def default_store() -> Store:

@@ -60,6 +60,7 @@ from lightning_mfsdp.engine.features.gradient_watch import (
 )
 from lightning_mfsdp.engine.features.graphs.capture import CapturedStep, capture_step
 from lightning_mfsdp.engine.features.graphs.captured_loss import CapturedLoss, capture_loss
+from lightning_mfsdp.engine.features.held_memory import HeldMemory, held_memory
 from lightning_mfsdp.engine.features.lerp import lerp_
 from lightning_mfsdp.engine.features.memory_timeline import MemorySample, MemoryTimeline
 from lightning_mfsdp.engine.features.step_trace import note_collective, traced_step
@@ -76,6 +77,7 @@ __all__ = [
     "EngineStateError",
     "FlatGradient",
     "GradientWatch",
+    "HeldMemory",
     "LocalRowsOptimizer",
     "MemorySample",
     "MemoryTimeline",
@@ -103,6 +105,7 @@ __all__ = [
     "gather_root",
     "grad_norm",
     "has_gradient",
+    "held_memory",
     "is_sharded",
     "lerp_",
     "make_replicas_equal",

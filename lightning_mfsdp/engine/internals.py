@@ -5,6 +5,7 @@ files change; what only reads through its objects (units, groups, entries) is as
 
     axes of a mesh          CONTEXT, DATA, EXPERT, OUTER, SHARD, TENSOR, role_of: the strategies make meshes, whose axes the engine knows by
                             these names
+                            sharded_mesh: the mesh that the engine makes of one with a context axis, which reads numbers of ranks
                             Axis, axis_of: experts exchange tokens by the collectives that the engine's weights and gradients take
     arguments               check_sharding: refuses strategies before there is a module
                             policy_of, divided_over, other_arguments: of a module that is sharded already, to compare with another run's
@@ -22,7 +23,7 @@ files change; what only reads through its objects (units, groups, entries) is as
 from lightning_mfsdp.engine.api.kept_arguments import divided_over, other_arguments, policy_of
 from lightning_mfsdp.engine.api.strategies import check_sharding
 from lightning_mfsdp.engine.comm.collectives import Axis
-from lightning_mfsdp.engine.comm.mesh import CONTEXT, DATA, EXPERT, OUTER, SHARD, TENSOR, axis_of, role_of
+from lightning_mfsdp.engine.comm.mesh import CONTEXT, DATA, EXPERT, OUTER, SHARD, TENSOR, axis_of, role_of, sharded_mesh
 from lightning_mfsdp.engine.core.codec import Fragment, WeightCodec
 from lightning_mfsdp.engine.core.inspect import placed_as, unsharded_of, view_of
 from lightning_mfsdp.engine.core.piece import Piece
@@ -59,6 +60,7 @@ __all__ = [
     "prepare_state",
     "put_to_rest",
     "role_of",
+    "sharded_mesh",
     "steps_rows",
     "unsharded_of",
     "view_of",

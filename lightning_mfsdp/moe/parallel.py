@@ -174,10 +174,7 @@ class AllToAllDispatcher(_Dispatcher):
         owner = torch.div(choices, experts.num_experts // axis.size, rounding_mode="floor")
         owner = torch.where((choices >= 0) & (choices < experts.num_experts), owner, axis.size)
         order = owner.sort(stable=True).indices
-        counts = torch.bincount(owner, minlength=axis.size + 1)[: axis.size]
-        theirs = torch.empty_like(counts)
-        dist.all_to_all_single(theirs, counts, group=axis.group)
-        sent, received = counts.tolist(), theirs.tolist()
+        sent, received = self._rows_by_rank(owner)
         send = partial(_exchanged, sent=sent, received=received, axis=axis)
         give_back = partial(_exchanged, sent=received, received=sent, axis=axis)
         order = order[: sum(sent)]
@@ -191,6 +188,14 @@ class AllToAllDispatcher(_Dispatcher):
         wide = returned.to(torch.promote_types(returned.dtype, torch.float32))
         summed: Tensor = wide.new_zeros(hidden.shape).index_add(0, token, wide)
         return summed.to(returned.dtype)
+
+    def _rows_by_rank(self, owner: Tensor) -> tuple[list[int], list[int]]:
+        """How many rows go to each rank of the axis, and come from it. Collective, and the host waits."""
+        axis = self.axis
+        counts = torch.bincount(owner, minlength=axis.size + 1)[: axis.size]
+        theirs = torch.empty_like(counts)
+        dist.all_to_all_single(theirs, counts, group=axis.group)
+        return counts.tolist(), theirs.tolist()
 
 
 def _gathered(piece: Tensor, axis: Axis) -> Tensor:

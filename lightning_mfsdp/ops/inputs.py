@@ -149,8 +149,9 @@ def flat_target(target: Tensor, shape: torch.Size, num_ids: int, options: Softma
     flat = target.reshape(-1)
     if flat.device.type == "cpu":
         total = num_ids * options.num_parts
-        strange = flat[((flat < 0) | (flat >= total)) & (flat != options.ignore_index)]
-        if strange.numel():
+        is_strange = ((flat < 0) | (flat >= total)) & (flat != options.ignore_index)
+        if is_strange.any():
+            strange = flat[is_strange]
             raise ValueError(
                 f"{where}: target has {strange.numel()} entries outside the vocabulary of {total}, first {int(strange[0])}; expected "
                 f"0 to {total - 1}, or ignore_index={options.ignore_index}"

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_mfsdp.base.compat import without_torch_function
+from lightning_mfsdp.base.compat import is_without_memory, without_torch_function
 from lightning_mfsdp.base.containers import map_tensors
 from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.tensor_parallel.exchange import TensorGroup, gathered
@@ -175,4 +175,6 @@ class DividedLogits:
                 " rank's part of the vocabulary. Leave labels out, or set model.loss_function to a function of your own before the plan is"
                 " applied: logits are gathered then."
             )
+        if logits is None or is_without_memory(logits):  # no program reads them, and no other class can be made of them
+            return output
         return map_tensors(lambda tensor: UnreadLogits.of(tensor, self._group) if tensor is logits else tensor, output)

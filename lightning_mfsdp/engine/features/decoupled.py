@@ -54,10 +54,9 @@ def show_gradients(group: ParameterGroup, held: Sequence[Entry], *, decoupled: b
     dtype = group.policy.sum_dtype(main) if decoupled and main.is_floating_point else main
     if gradient_dtype(group) is not dtype:
         _change_dtype(group, held, dtype)
-    kind = _DecoupledRows if decoupled else nn.Parameter
     for entry in held:
-        if type(entry.local) is not kind:
-            entry.local.__class__ = kind
+        if isinstance(entry.local, _DecoupledRows) is not decoupled:
+            entry.local.__class__ = _DecoupledRows if decoupled else nn.Parameter
 
 
 def _change_dtype(group: ParameterGroup, held: Sequence[Entry], dtype: torch.dtype) -> None:

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp.base import compat
-from lightning_mfsdp.engine.core.inspect import context_of, units_in
+from lightning_mfsdp.engine.core.inspect import context_of
 from lightning_mfsdp.engine.core.unit import Unit, unit_of
+from lightning_mfsdp.engine.features.held_memory import held_memory
 
 __all__ = ["MemorySample", "MemoryTimeline"]
 
@@ -129,21 +130,18 @@ class MemoryTimeline:
             phase: What happens there.
         """
         device = self._context.device
-        groups = [group for unit_inside in units_in(self._module) for group in unit_inside.groups]
-        on_device = [group for group in groups if all(part.device == device for part in group.main.segments)]
-        unsharded = self._context.lane.pool.allocated_bytes
+        held = held_memory(self._module)
         counts = device.type == "cuda"
         taken = MemorySample(
             unit=unit,
             phase=phase,
-            weights=sum(group.main.size_bytes for group in on_device)
-            + sum(group.weights.extra_bytes for group in groups),
-            unsharded=unsharded,
-            gradients=sum(group.gradients.allocated_bytes for group in groups),
+            weights=sum(held.main.values()) + sum(held.compute.values()),
+            unsharded=held.gathered,
+            gradients=held.gradients + held.buckets,
             optimizer=self._optimizer_bytes(device),
             allocated=torch.cuda.memory_allocated(device) if counts else None,
             peak=torch.cuda.max_memory_allocated(device) if counts else None,
-            outside=unsharded if counts and self._context.channels.symmetric else 0,
+            outside=held.gathered if counts and self._context.channels.symmetric else 0,
         )
         self.samples.append(taken)
         self._reset_peak()

@@ -1,0 +1,167 @@
+"""`lightning-mfsdp memory`: what it prints, what it finds, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_mfsdp.commands import main
+from lightning_mfsdp.commands.memory import command
+from lightning_mfsdp.estimate import MemoryEstimate, Rehearsal, batch_of
+from tests.estimate.models import BATCH, write_config
+
+CLASS = "tests.estimate.models:Causal"
+SHORT = ("--sequence", "96")
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs the command; returns its exit code, and what it printed."""
+
+    def run(*arguments: Any) -> tuple[int, str]:
+        code = main(["memory", *map(str, arguments)])
+        output, errors = capsys.readouterr()
+        return code, output + errors
+
+    return run
+
+
+def test_a_model_that_fits_is_a_table_by_kind(run: Any, tmp_path: Path) -> None:
+    code, printed = run(write_config(tmp_path), "--gpus", 8, *SHORT, "--outer", 2, "--outer-sharding", "optim")
+    assert code == 0
+    assert "313,280 parameters on 8 GPUs (outer 2, data 4), bf16-mixed" in printed
+    kinds = ("main weights, float32", "weights, bfloat16", "gradients", "gathered weights", "reduction buckets")
+    for kind in (*kinds, "optimizer state", "activations", "logits and loss", "reserve", "total"):
+        assert f"\n{kind} " in printed
+    assert "with --recompute" in printed
+    assert printed.count(" fits") == 2
+
+
+def test_what_does_not_fit_is_said_with_the_options_that_make_it_fit(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The estimates are made up: recomputing leaves 30 GiB of 50, smaller messages 2 less, and offload 10 less."""
+
+    def rehearsed(subject: Any, run: Rehearsal) -> MemoryEstimate:
+        activations = 30 if run.options.recompute is None else 10
+        kinds = {"activations": activations, "optimizer state": 10 if run.options.offload is None else 0}
+        kinds |= {"reduction buckets": 8 if run.policy else 10, "gradients": 0}
+        in_bytes = {kind: gib << 30 for kind, gib in kinds.items()}
+        return MemoryEstimate(most=in_bytes, peak=in_bytes, moment="loss", host=0, parameters=1, padding=0.0)
+
+    monkeypatch.setattr(command, "rehearse", rehearsed)
+    asked = (write_config(tmp_path), "--gpus", 2, "--reserve", 0)
+    code, printed = run(*asked, "--gib", 29)
+    assert code == 1
+    assert printed.splitlines()[-4:] == [
+        "",
+        "does not fit: 50.0 of 29 GiB, most of it activations (30.00 GiB)",
+        "  with --recompute: 30.0 GiB, does not fit",
+        "  with --recompute --grad-comm-dtype bfloat16: 28.0 GiB, fits",
+    ]
+    code, printed = run(*asked, "--gib", 10)
+    assert code == 1
+    assert printed.splitlines()[-2:] == [
+        "  with --recompute --grad-comm-dtype bfloat16 --offload optimizer: 18.0 GiB, does not fit",
+        "  nothing that was tried makes it fit: use more GPUs, or larger ones",
+    ]
+    assert run(*asked, "--gib", 50, "--json")[0] == 0
+    code, printed = run(*asked, "--gib", 10, "--quick")
+    assert code == 1
+    assert printed.endswith("activations (30.00 GiB)\n")
+
+
+def test_a_lightning_module_is_estimated_with_what_a_file_says(run: Any, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "model: {optimizer: sgd}\n"
+        "trainer: {precision: bf16-true, strategy: {class_path: lightning_mfsdp.MFSDPStrategy, init_args: {sharding: optim}}}\n"
+    )
+    code, printed = run(CLASS, "--config", file, "--batch", BATCH, "--gpus", 2, "--json", "--quick")
+    facts = json.loads(printed)
+    assert code == 0
+    assert facts["parameters"] == 313_280
+    assert {kind.split(",")[0] for kind in facts["most"]} >= {"weights", "main weights", "optimizer state"}
+    assert "weights, bfloat16" in facts["most"]
+    assert facts["most"]["optimizer state"] == facts["most"]["main weights, bfloat16"], "momentum alone, in bf16"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("{folder}/nowhere", "--gpus", 2), "does not exist. Nothing is downloaded"),
+        (("meta-llama/Meta-Llama-3-8B", "--gpus", 2), "of a gated model, once you have accepted its license"),
+        (
+            ("{broken}", "--gpus", 2),
+            "is no config.json of transformers; give the one that came with a model: JSONDecodeError",
+        ),
+        (
+            ("{strange}", "--gpus", 2),
+            "has no model_type 'strange' of its own, and code of a model's repository is not run",
+        ),
+        (("{vision}", "--gpus", 2), "'vit' is no causal language model. Give a LightningModule"),
+        (
+            ("{config}", "--gpus", 6, "--tensor", 4),
+            "outer x data x context x tensor = 1 x 1 x 1 x 4 = 4, but there are 6 ranks",
+        ),
+        (("{config}", "--gpus", 0), "--gpus 0: expected a positive number"),
+        (("{config}", "--gpus", 2, "--batch", "int64[1]"), "--batch is not for a config.json"),
+        (("{config}", "--gpus", 2, "--set", "colour=red"), "MFSDPStrategy has no option 'colour'"),
+        (("{config}", "--gpus", 2, "--set", "recompute=3"), "recompute=3: expected a Recompute"),
+        (("{config}", "--gpus", 2, "--set", "data"), "expected NAME=VALUE"),
+        (("{config}", "--gpus", 4, "--expert", 2), "has no experts to divide"),
+        ((CLASS, "--gpus", 2), "its batch is not known; use --batch"),
+        ((CLASS, "--gpus", 2, "--batch", "int64"), "batch 'int64': expected dtypes and shapes"),
+        ((CLASS, "--gpus", 2, "--sequence", 8), "--sequence is not for a LightningModule"),
+        (("tests.estimate.models:Other", "--gpus", 2), "there is no such class"),
+        (("tests.estimate.models:Same", "--gpus", 2), "expected a LightningModule"),
+        (
+            ("tests.estimate.models:ReadsValues", "--gpus", 2, "--batch", BATCH, "--optimizer", "sgd"),
+            "training_step needs values of tensors (aten.nonzero.default)",
+        ),
+    ],
+)
+def test_what_cannot_be_estimated_is_one_line(run: Any, tmp_path: Path, arguments: Any, message: str) -> None:
+    places = {"folder": tmp_path, "config": write_config(tmp_path)}
+    for name, text in {
+        "broken": "{",
+        "strange": '{"model_type": "strange", "auto_map": {}}',
+        "vision": '{"model_type": "vit"}',
+    }.items():
+        places[name] = tmp_path / f"{name}.json"
+        places[name].write_text(text)
+    code, printed = run(*(str(argument).format(**places) for argument in arguments))
+    assert code == 2
+    assert message in printed
+    assert printed.startswith("error: ")
+    assert printed.count("\n") == 1
+    assert not dist.is_initialized()
+
+
+def test_a_process_that_has_a_process_group_is_refused(run: Any, tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        code, printed = run(write_config(tmp_path), "--gpus", 2)
+    finally:
+        dist.destroy_process_group()
+    assert code == 2
+    assert "needs a process without a process group" in printed
+
+
+def test_a_batch_is_a_tensor_a_tuple_or_a_mapping() -> None:
+    tensor = batch_of("int64[4, 129]")
+    assert (tensor.shape, tensor.dtype) == ((4, 129), torch.int64)
+    images, labels = batch_of("float32[8,3,2,2] int64[8]")
+    assert (images.shape, labels.shape) == ((8, 3, 2, 2), (8,))
+    assert {name: value.shape for name, value in batch_of("a=int64[2] b=bool[2,1]").items()} == {"a": (2,), "b": (2, 1)}
+
+
+def test_help_names_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "how many GiB of each GPU a training step takes" in " ".join(capsys.readouterr().out.split())
