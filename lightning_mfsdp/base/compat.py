@@ -30,6 +30,7 @@ from torch._guards import CompileContext
 from torch.autograd import Variable, forward_ad
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.modules import module as module_hooks
@@ -99,6 +100,7 @@ __all__ = [
     "set_versions",
     "share_storage",
     "step_pre_hooks",
+    "storage_info",
     "storage_users",
     "symmetric_memory",
     "takes_closure",
@@ -400,6 +402,11 @@ def uses_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
 def carries_data(group: dist.ProcessGroup) -> bool:
     """Whether ranks of a group exist; the fake backend simulates them and moves nothing."""
     return bool(dist.get_backend(group) != "fake")
+
+
+def storage_info(file: str, offset: int, length: int, transforms: Any = None) -> Any:
+    """Where a chunk lies, as tables of contents have it (torch 2.11 to 2.15: `filesystem._StorageInfo`)."""
+    return filesystem._StorageInfo(file, offset, length, transforms)
 
 
 def default_store() -> Store:
