@@ -23,7 +23,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -41,6 +41,7 @@ from lightning_mfsdp.base.sockets import (
 __all__ = ["FAN_OUT", "RANKS", "SAVES", "Tree", "children_of", "tree_of_all_ranks"]
 
 T = TypeVar("T")
+V = TypeVar("V")
 
 FAN_OUT = 16
 # Names of trees. Threads that exchange at the same time use different ones.
@@ -107,6 +108,11 @@ class Tree:
         self._problem = ""
 
     @classmethod
+    def alone(cls) -> Tree:
+        """Of one rank."""
+        return cls(0, 1, None, [], None)
+
+    @classmethod
     def connected(
         cls, store: compat.Store, place: str, rank: int, size: int, *, limit_s: float | None, meeting_s: float
     ) -> Tree:
@@ -124,7 +130,7 @@ class Tree:
             CollectiveError: One that is next to this rank cannot be reached, or did not come.
         """
         if size == 1:
-            return cls(rank, size, None, [], limit_s)
+            return cls.alone()
         place = f"{place}/{(store.add(f'{place}/starts', 1) - 1) // size}"
         children = [part.start for part in children_of(rank, size)]
         network = json.dumps(network_of_host())
@@ -161,7 +167,7 @@ class Tree:
 
     def to_first(self, item: T) -> list[T] | None:
         """What every rank passes, by rank, on rank 0; `None` on the others."""
-        received = self.bytes_to_first(pickle.dumps(item))
+        received = self.bytes_to_first(pickle.dumps(item) if self._parent is not None else b"")
         return None if received is None else [item, *(pickle.loads(data) for data in received[1:])]
 
     def from_first(self, item: T | None) -> T:
@@ -170,17 +176,21 @@ class Tree:
         received: T = item if self.rank == 0 else pickle.loads(data)  # type: ignore[assignment]
         return received
 
-    def decide(self, item: T, judge: Callable[[list[T]], Any]) -> Any:
+    def decide(self, item: T, judge: Callable[[list[T]], V]) -> V:
         """What rank 0 concludes from what all ranks pass, on all of them; `judge` must not raise."""
         items = self.to_first(item)
         return self.from_first(None if items is None else judge(items))
 
-    def judge_each(self, item: T, judge: Callable[[list[T]], list[Any]]) -> Any:
+    def for_each(self, items: Sequence[T] | None) -> T:
+        """Of what rank 0 passes for every rank, by rank, that for this one."""
+        data = self.bytes_for_each(None if items is None else [pickle.dumps(item) for item in items])
+        received: T = pickle.loads(data) if items is None else items[0]
+        return received
+
+    def judge_each(self, item: T, judge: Callable[[list[T]], list[V]]) -> V:
         """Of what rank 0 concludes for each rank from what all ranks pass, that for this one; `judge` must not raise."""
         items = self.to_first(item)
-        return pickle.loads(
-            self.bytes_for_each(None if items is None else [pickle.dumps(answer) for answer in judge(items)])
-        )
+        return self.for_each(None if items is None else judge(items))
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
 
@@ -243,19 +253,18 @@ class Tree:
         )
 
 
-def tree_of_all_ranks(name: str, *, is_patient: bool = False) -> Tree:
+def tree_of_all_ranks(name: str) -> Tree:
     """The tree of a name of the default process group, made at the first call. Collective.
 
     Args:
-        name: `RANKS` or `SAVES`.
-        is_patient: A rank waits for another one as long as that one lives; otherwise as long as ranks wait for each other in the store.
+        name: `RANKS` or `SAVES`. In a save ranks wait for one that writes as long as it lives.
     """
 
     def make() -> Tree:
         store = compat.default_store()
         waits_s = store.timeout.total_seconds()  # type: ignore[attr-defined]
         rank, size = dist.get_rank(), dist.get_world_size()
-        limit_s = None if is_patient else waits_s
+        limit_s = None if name == SAVES else waits_s
         return Tree.connected(store, f"mfsdp/tree/{name}", rank, size, limit_s=limit_s, meeting_s=waits_s)
 
     return kept(("tree", name), make)

@@ -125,9 +125,7 @@ def peers() -> Peers | None:
 
 
 def _connected_peers() -> Peers | None:
-    tree_of_all_ranks(
-        SAVES, is_patient=True
-    )  # now, because a firewall should not be met by the first save, hours later
+    tree_of_all_ranks(SAVES)  # now, because a firewall should not be met by the first save, hours later
     connected = Peers.connected(tree_of_all_ranks(RANKS))
     while _CONNECTED:
         _CONNECTED.pop().close()

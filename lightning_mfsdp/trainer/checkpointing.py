@@ -408,14 +408,18 @@ class CheckpointingStrategy(ProcessStrategy):
 
     def _state_of_place(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
         """The state of this rank, or of one that read the same data; `None` if the data were divided among another number of ranks."""
+        place = self._rank_of_place(states)
+        return None if place is None else states[place]
+
+    def _rank_of_place(self, states: Sequence[Mapping[str, Any]]) -> int | None:
         size, rank = self._data_place.values()
         if _data_size(states) != size:
             return None
         if len(states) == self.world_size:
-            return states[self.global_rank]
+            return self.global_rank
         if isinstance(states, RankStates):
-            return states[states.rank_of(rank)]
-        return next(state for number, state in enumerate(states) if state.get("data_rank", number) == rank)
+            return states.rank_of(rank)
+        return next(number for number, state in enumerate(states) if state.get("data_rank", number) == rank)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint; not before the save that replaces it has succeeded."""
@@ -444,8 +448,10 @@ class CheckpointingStrategy(ProcessStrategy):
         states = rank_states_in(checkpoint, weights_only)
         if states:
             checkpoint[RANK_STATES] = states
-            with on_all_ranks(f"opening {location}"):  # it is read before anything changes
-                self._state_of_place(states)
+            place = self._rank_of_place(states)
+            if isinstance(states, RankStates) and place is not None:
+                with on_all_ranks(f"opening {location}"):  # before anything changes
+                    states.read(place, Ranks())
         if self._loading.directory is not None:
             compare_hyperparameters(location, checkpoint, self._module)
         return checkpoint

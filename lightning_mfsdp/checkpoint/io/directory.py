@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from lightning_mfsdp.base.progress import Progress
 from lightning_mfsdp.checkpoint.io.location import Location
 from lightning_mfsdp.checkpoint.io.ranks import FailedRanksError, Ranks, reason_of
-from lightning_mfsdp.checkpoint.io.read import CountingLoadPlanner, file_problems
-from lightning_mfsdp.checkpoint.io.table import Table
+from lightning_mfsdp.checkpoint.io.read import CountingLoadPlanner, Reader, file_problems
+from lightning_mfsdp.checkpoint.io.table import Chunk, Table
 from lightning_mfsdp.checkpoint.io.trust import RefusedError, is_trusted, not_read
 
 __all__ = ["Directory"]
@@ -26,7 +27,7 @@ class Directory:
 
     Attributes:
         location: Of the directory.
-        table: Its table of contents.
+        table: Its table of contents, of which one rank has all, and the others perhaps the outline.
         trusted: Values may be of any class.
     """
 
@@ -38,7 +39,7 @@ class Directory:
     def open(cls, location: Location, ranks: Ranks, *, weights_only: bool | None) -> Directory:
         """Check the files of a sharded checkpoint, before anything is read into a model. Collective.
 
-        Rank 0 reads the table of contents for all. On every host one rank lists the files.
+        Rank 0 reads the table of contents for all. On every host one rank looks at the files.
 
         Args:
             location: Of the checkpoint.
@@ -50,38 +51,46 @@ class Directory:
                 them are listed.
             RefusedError: On all ranks, if it holds classes that were not allowed.
         """
-        opened = ranks.first(f"opening {location}", lambda: cls._read_table(location, weights_only=weights_only))
-        looks = ranks.is_first_on_host()
-        problem: str | RefusedError = opened if not isinstance(opened, Table) else ""
+        whole: Table | None = None
+
+        def read() -> tuple[Table | None, str | RefusedError]:
+            nonlocal whole
+            whole, problem = cls._read_table(location, weights_only=weights_only)
+            return None if whole is None else whole.outline(), problem
+
+        outline, problem = ranks.first(f"opening {location}", read)
         if isinstance(problem, RefusedError):
             raise RefusedError(not_read(location, problem))
-        if looks and isinstance(opened, Table):
-            problem = _listed(location, opened)
+        looks = ranks.is_first_on_host()
+        needed = ranks.share(whole.sizes_needed() if whole is not None else {}, wanted=looks)
+        if looks and not problem:
+            problem = _listed(location, needed)
         for rank, text in ranks.problems(problem if looks else "").items():
             raise RuntimeError(
                 f"{location} is incomplete or damaged, so nothing was read: rank {rank} finds that {text}. Use another checkpoint, or "
                 "copy files from where they were written: every node must see all of them"
             )
-        assert isinstance(opened, Table), "no problem was found"
-        return cls(location, opened, is_trusted(weights_only))
+        table = whole or outline
+        assert table is not None, "no problem was found"
+        return cls(location, table, is_trusted(weights_only))
 
     @classmethod
     def look_over(cls, location: Location, *, weights_only: bool | None) -> tuple[Directory | None, str | RefusedError]:
         """The directory as this rank sees it, and what is wrong with its files; empty if nothing."""
-        opened = cls._read_table(location, weights_only=weights_only)
-        if not isinstance(opened, Table):
-            return None, opened
-        return cls(location, opened, is_trusted(weights_only)), _listed(location, opened)
+        table, problem = cls._read_table(location, weights_only=weights_only)
+        if table is None:
+            return None, problem
+        return cls(location, table, is_trusted(weights_only)), _listed(location, table.sizes_needed())
 
     @staticmethod
-    def _read_table(location: Location, *, weights_only: bool | None) -> Table | str | RefusedError:
-        """The table of contents, or why it cannot be read."""
+    def _read_table(location: Location, *, weights_only: bool | None) -> tuple[Table | None, str | RefusedError]:
+        """The whole table of contents, or why it cannot be read."""
         try:
-            return Table.of(location.reader(trusted=is_trusted(weights_only)).read_metadata())
+            return Table.of(location.reader(trusted=is_trusted(weights_only)).read_metadata()), ""
         except RefusedError as error:
-            return error
+            return None, error
         except Exception as error:  # a damaged pickle may raise anything
-            return f".metadata cannot be read ({type(error).__name__}: {error})"
+            return None, f".metadata cannot be read ({type(error).__name__}: {error})"
 
     def top_keys(self) -> list[str]:
         """Of the dictionary that `torch.distributed.checkpoint` was given."""
@@ -114,9 +123,9 @@ class Directory:
             self._read(values, Ranks.alone())
         return values
 
-    def read_rows(self, name: str, target: Tensor) -> None:
-        """Read what a `DcpShard` or `DTensor` describes of a tensor, on this rank alone."""
-        self._read({name: target}, Ranks.alone())
+    def read_rows(self, name: str, target: Tensor, ranks: Ranks | None = None) -> None:
+        """Read what a `DcpShard` or `DTensor` describes of a tensor, on this rank alone, or on all `ranks` for each what it passes."""
+        self._read({name: target}, ranks or Ranks.alone())
 
     def read(self, targets: dict[str, Any], progress: Progress | None) -> None:
         """Read into tensors of a model, all in one go. All ranks call it.
@@ -131,18 +140,38 @@ class Directory:
         """
         self._read(targets, Ranks(), progress)
 
+    @cached_property
+    def _whole_table(self) -> Table:
+        """For what this rank reads alone, which is little: a program that computes with a tensor before it is read into shards."""
+        table, problem = self._read_table(self.location, weights_only=not self.trusted)
+        if table is None:
+            raise RuntimeError(f"{self.location}: {problem}. It was read before; look at the storage")
+        return table
+
+    def fetched(self, targets: dict[str, Any], ranks: Ranks) -> dict[str, list[Chunk]]:
+        """Where the parts of tensors lie that this rank reads, as far as its table lacks them. All ranks call it."""
+        lacking = self.table.lacks(targets)
+        if ranks.size == 1:
+            return self._whole_table.chunks(lacking) if lacking else {}
+        asked = ranks.to_first(lacking)
+        return ranks.for_each(None if asked is None else list(map(self.table.chunks, asked)))
+
+    def plan(
+        self, targets: dict[str, Any], fetched: Mapping[str, list[Chunk]], reader: Reader, planner: LoadPlanner
+    ) -> LoadPlan:
+        """What this rank reads; values that are no tensors are read here."""
+        metadata = reader.table = self.table.part(targets, fetched)
+        planner.set_up_planner(targets, metadata, is_coordinator=True)
+        reader.set_up_storage_reader(metadata, is_coordinator=True)
+        return reader.prepare_local_plan(planner.create_local_plan())
+
     def _read(self, targets: dict[str, Any], ranks: Ranks, progress: Progress | None = None) -> None:
         reader = self.location.reader(trusted=self.trusted)
         planner = CountingLoadPlanner(reader, progress)
 
-        def plan() -> LoadPlan:
-            metadata = reader.table = self.table.part(targets)
-            planner.set_up_planner(targets, metadata, is_coordinator=True)
-            reader.set_up_storage_reader(metadata, is_coordinator=True)
-            return reader.prepare_local_plan(planner.create_local_plan())
-
         try:
-            own = ranks.together(plan)
+            fetched = self.fetched(targets, ranks)
+            own = ranks.together(lambda: self.plan(targets, fetched, reader, planner))
             ranks.together(lambda: reader.read_data(planner.finish_plan(own), planner).wait())
         except FailedRanksError as error:
             refused = [text for kind, text in error.failures.values() if kind == RefusedError.__name__]
@@ -158,7 +187,7 @@ class Directory:
             ) from error
 
 
-def _listed(location: Location, table: Table) -> str:
+def _listed(location: Location, needed: Mapping[str, int]) -> str:
     """What is wrong with the files, as this rank sees them; empty if nothing."""
-    problems = list(file_problems(location.sizes(), table.sizes_needed()).values())
+    problems = list(file_problems(location.sizes(), needed).values())
     return "; ".join(problems[:8]) + (f" and {len(problems) - 8} more" if len(problems) > 8 else "")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ import torch.distributed as dist
 
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.sockets import network_of_host
-from lightning_mfsdp.base.tree import RANKS, SAVES, tree_of_all_ranks
+from lightning_mfsdp.base.tree import RANKS, SAVES, Tree, tree_of_all_ranks
 
 __all__ = [
     "SEEN_WITHIN",
@@ -104,41 +103,31 @@ class Ranks:
 
     Args:
         sees_within: How long each may take to see in a folder what another one has written there.
-        is_patient: They wait as long as one of them writes, over connections that another thread may use.
+        tree: Their connections; `None`: those for the thread that trains.
     """
 
-    def __init__(self, sees_within: timedelta = SEEN_WITHIN, *, is_patient: bool = False) -> None:
+    def __init__(self, sees_within: timedelta = SEEN_WITHIN, tree: Tree | None = None) -> None:
         self.sees_within = sees_within
-        world = dist.group.WORLD if dist.is_initialized() else None
-        is_alone = world is None or not compat.carries_data(world)
-        self.size, self.rank = (1, 0) if is_alone else (dist.get_world_size(), dist.get_rank())
-        self._tree = tree_of_all_ranks(SAVES if is_patient else RANKS, is_patient=is_patient) if self.size > 1 else None
+        self._tree = tree or _tree(RANKS)
+        self.size, self.rank = self._tree.size, self._tree.rank
 
     @classmethod
     def patient(cls, sees_within: timedelta = SEEN_WITHIN) -> Ranks:
         """All ranks, over connections of their own: they wait as long as one of them writes, perhaps in another thread. Collective."""
-        return cls(sees_within, is_patient=True)
+        return cls(sees_within, _tree(SAVES))
 
     @classmethod
     def alone(cls) -> Ranks:
         """This process, whatever others there are."""
-        ranks = cls.__new__(cls)
-        ranks.sees_within, ranks.size, ranks.rank, ranks._tree = SEEN_WITHIN, 1, 0, None
-        return ranks
+        return cls(tree=Tree.alone())
 
     def to_first(self, item: T) -> list[T] | None:
         """What every rank has, by rank, on rank 0; `None` on the others."""
-        return [item] if self._tree is None else self._tree.to_first(item)
+        return self._tree.to_first(item)
 
     def for_each(self, items: Sequence[T] | None) -> T:
         """Of what rank 0 has for every rank, by rank, that for this one."""
-        if self._tree is None:
-            assert items is not None, "rank 0 has them"
-            return items[0]
-        received: T = pickle.loads(
-            self._tree.bytes_for_each(None if items is None else [pickle.dumps(item) for item in items])
-        )
-        return received
+        return self._tree.for_each(items)
 
     def decide(self, item: T, judge: Callable[[list[T]], V]) -> V:
         """What rank 0 concludes from what every rank has, on all ranks.
@@ -175,6 +164,11 @@ class Ranks:
         hosts = self.to_first(_view_of_files())
         return self.for_each(None if hosts is None else _are_first(hosts))
 
+    def share(self, item: T, *, wanted: bool) -> T | None:
+        """What rank 0 passes, on the ranks that want it; `None` on the others."""
+        wishes = self.to_first(wanted)
+        return self.for_each(None if wishes is None else [item if wish else None for wish in wishes])
+
     def problems(self, problem: T) -> dict[int, T]:
         """What is not empty of what the ranks pass, by rank, the first few; the same on all ranks."""
         return self.decide(problem, _first_problems)
@@ -196,11 +190,17 @@ class Ranks:
             except Exception as error:  # whatever it is, the other ranks must be notified
                 root = root_of(error)
                 cause, problem = error, f"{type(root).__name__}: {root}"
-        if self._tree is not None:
-            value, problem = self._tree.from_first((value, problem))
+        value, problem = self._tree.from_first((value, problem))
         if problem:
             raise RuntimeError(f"{doing}: rank 0 failed with {problem}") from cause
         return cast(T, value)
+
+
+def _tree(name: str) -> Tree:
+    """That of all ranks; of this process where there are no others, or where the fake backend simulates them."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    is_alone = world is None or world.size() == 1 or not compat.carries_data(world)
+    return Tree.alone() if is_alone else tree_of_all_ranks(name)
 
 
 def _view_of_files() -> tuple[str, ...]:

@@ -1,18 +1,18 @@
-"""Table: the table of contents of a sharded checkpoint in a few arrays, of which each rank makes what it reads.
+"""Table: the table of contents of a sharded checkpoint, of which each rank has what it reads.
 
 `.metadata` has some Python objects for every chunk: of 1,000 ranks that saved 80 units and Adam's state, for 240,000 chunks. One rank
-reads it. The others get this, whose number of objects is that of the tensors.
+reads it. The others get its outline, whose size is that of the model, and ask for the chunks of what they read.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -24,9 +24,15 @@ from torch.distributed.checkpoint.metadata import (
 
 from lightning_mfsdp.base import compat
 
-__all__ = ["Entry", "Table"]
+__all__ = ["Chunk", "Entry", "Spans", "Table"]
+
+Chunk: TypeAlias = tuple[
+    Sequence[int], Sequence[int], str, int, int, Any
+]  # offsets, sizes, file, first byte, length, extensions
+Spans: TypeAlias = "list[tuple[int, int]] | None"  # begin and end in dim 0; `None`: all of it
 
 _NOWHERE = -1  # the number of no file
+_FEW = 4  # chunks, which outlines have too: of objects, and of tensors that are not divided among ranks
 
 
 @dataclass(frozen=True)
@@ -37,15 +43,17 @@ class Entry:
         path: Where it lies in the dictionary that was saved; `None` if that is not known.
         size: Shape of the tensor; `None` of another object.
         properties: Of the tensor.
-        chunks: Which rows of the arrays are its chunks.
-        bounds_at: Where offset and size of its first chunk begin in their array.
+        longest: Of its chunks, in dim 0.
+        places: Number of the file, first byte and length of each chunk, in the order of `bounds`; `None` in outlines.
+        bounds: Offset and size of each chunk, in every dim, ordered by offset.
     """
 
     path: tuple[Any, ...] | None
     size: torch.Size | None
     properties: TensorProperties | None
-    chunks: range
-    bounds_at: int
+    longest: int
+    places: array[int] | None
+    bounds: array[int]
 
 
 @dataclass(frozen=True)
@@ -54,61 +62,72 @@ class Table:
 
     Attributes:
         entries: By flat name, in the order of the save.
-        files: Names of files.
-        places: Number of the file, first byte and length of each chunk, int64, `[chunks, 3]`.
-        bounds: Offset and size of each chunk of a tensor, in every dim, int64, one after the other.
-        transforms: Extensions through which some chunks were written, by row.
+        files: Names of files, by number.
+        transforms: Extensions through which chunks were written, by name and number of the chunk.
     """
 
     entries: dict[str, Entry]
-    files: list[str]
-    places: Tensor
-    bounds: Tensor
-    transforms: dict[int, Any]
+    files: dict[int, str]
+    transforms: dict[tuple[str, int], Any]
 
     @classmethod
     def of(cls, metadata: Metadata) -> Table:
         """From the objects of `torch.distributed.checkpoint`."""
         entries: dict[str, Entry] = {}
         files: dict[str, int] = {}
-        places, bounds = array("q"), array("q")
-        transforms: dict[int, Any] = {}
+        transforms: dict[tuple[str, int], Any] = {}
         paths, stored = metadata.planner_data or {}, metadata.storage_data or {}
-
-        def add(index: MetadataIndex) -> None:
-            info = stored.get(index)
-            if info is None:
-                places.extend((_NOWHERE, 0, 0))
-                return
-            if getattr(info, "transform_descriptors", None):
-                transforms[len(places) // 3] = info.transform_descriptors
-            places.extend((files.setdefault(str(info.relative_path), len(files)), info.offset, info.length))
-
         written = metadata.state_dict_metadata  # PyTorch has paths of tensors of which no rank wrote anything, too
         for name in dict.fromkeys([*(name for name in paths if name in written), *written]):
             entry = written[name]
-            first, bounds_at = len(places) // 3, len(bounds)
+            places, bounds = array("q"), array("q")
             size = properties = None
+            indices, longest = [MetadataIndex(name)], 0
             if isinstance(entry, TensorStorageMetadata):
                 size, properties = entry.size, entry.properties
-                for chunk in entry.chunks:
+                longest = max((chunk.sizes[0] for chunk in entry.chunks if chunk.sizes), default=0)
+                chunks = sorted(entry.chunks, key=_offsets_of)
+                for chunk in chunks:
                     bounds.extend(chunk.offsets)
                     bounds.extend(chunk.sizes)
-                    add(MetadataIndex(name, chunk.offsets))
+                indices = [MetadataIndex(name, chunk.offsets) for chunk in chunks]
+            for number, index in enumerate(indices):
+                info = stored.get(index)
+                if info is None:
+                    places.extend((_NOWHERE, 0, 0))
+                    continue
+                if getattr(info, "transform_descriptors", None):
+                    transforms[name, number] = info.transform_descriptors
+                places.extend((files.setdefault(str(info.relative_path), len(files)), info.offset, info.length))
+            entries[name] = Entry(paths.get(name), size, properties, longest, places, bounds)
+        return cls(entries, {number: name for name, number in files.items()}, transforms)
+
+    def outline(self) -> Table:
+        """The same without the chunks of tensors that have many."""
+        entries: dict[str, Entry] = {}
+        files: dict[int, str] = {}
+        for name, entry in self.entries.items():
+            assert entry.places is not None, "this is no outline"
+            if len(entry.places) > 3 * _FEW:
+                entry = replace(entry, places=None, bounds=array("q"))
             else:
-                add(MetadataIndex(name))
-            entries[name] = Entry(paths.get(name), size, properties, range(first, len(places) // 3), bounds_at)
-        return cls(entries, list(files), _tensor(places).view(-1, 3), _tensor(bounds), transforms)
+                files.update({file: self.files[file] for file in entry.places[::3] if file != _NOWHERE})
+            entries[name] = entry
+        few = {key: value for key, value in self.transforms.items() if entries[key[0]].places is not None}
+        return Table(entries, files, few)
 
     def sizes_needed(self) -> dict[str, int]:
         """The files, and how many bytes each has at least."""
-        placed = self.places[self.places[:, 0] != _NOWHERE]
-        sizes = torch.zeros(len(self.files), dtype=torch.int64)
-        sizes.scatter_reduce_(0, placed[:, 0], placed[:, 1] + placed[:, 2], "amax")
-        return dict(zip(self.files, sizes.tolist(), strict=True))
+        sizes = dict.fromkeys(self.files, 0)
+        for entry in self.entries.values():
+            places = iter(entry.places or ())
+            for file, offset, length in zip(places, places, places, strict=True):
+                if file != _NOWHERE:
+                    sizes[file] = max(sizes[file], offset + length)
+        return {self.files[file]: size for file, size in sizes.items()}
 
-    def part(self, targets: Mapping[str, Any]) -> Metadata:
-        """The objects for what is read into some targets: of a tensor, those chunks that have elements of its target.
+    def lacks(self, targets: Mapping[str, Any]) -> dict[str, Spans]:
+        """What must be asked for to read into some targets: names, and where in dim 0 their rows are.
 
         Args:
             targets: By flat name: tensors, or what describes chunks of one as DTensors do; anything else of other objects.
@@ -116,50 +135,74 @@ class Table:
         Raises:
             KeyError: No such name.
         """
+        return {name: _spans(target) for name, target in targets.items() if self.entries[name].places is None}
+
+    def chunks(self, wanted: Mapping[str, Spans]) -> dict[str, list[Chunk]]:
+        """Chunks with rows in some spans, and perhaps others, by name."""
+        return {name: [self._chunk(name, number) for number in self._numbers(name, wanted[name])] for name in wanted}
+
+    def part(self, targets: Mapping[str, Any], fetched: Mapping[str, list[Chunk]]) -> Metadata:
+        """The objects of `torch.distributed.checkpoint` for what is read into some targets.
+
+        Args:
+            targets: As for `lacks`.
+            fetched: What was asked for because of `lacks`.
+        """
         entries: dict[str, Any] = {}
         stored: dict[MetadataIndex, Any] = {}
         for name, target in targets.items():
             entry = self.entries[name]
+            chunks = fetched[name] if name in fetched else self.chunks({name: _spans(target)})[name]
+            described = []
+            for offsets, sizes, file, at, length, transforms in chunks:
+                chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+                described.append(chunk)
+                if file:
+                    index = MetadataIndex(name) if entry.size is None else MetadataIndex(name, chunk.offsets)
+                    stored[index] = compat.storage_info(file, at, length, transforms)
             if entry.size is None or entry.properties is None:
                 entries[name] = BytesStorageMetadata()
-                self._store(stored, MetadataIndex(name), entry.chunks.start)
-                continue
-            chunks = []
-            bounds = self._bounds(entry)
-            rows = self._rows_in(bounds, target)
-            for row, (offsets, sizes) in zip(rows, bounds[rows].tolist(), strict=True):
-                chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-                chunks.append(chunk)
-                self._store(stored, MetadataIndex(name, chunk.offsets), entry.chunks[row])
-            entries[name] = TensorStorageMetadata(properties=entry.properties, size=entry.size, chunks=chunks)
+            else:
+                entries[name] = TensorStorageMetadata(properties=entry.properties, size=entry.size, chunks=described)
         paths = {name: path for name in targets if (path := self.entries[name].path) is not None}
         return Metadata(entries, planner_data=paths, storage_data=stored)
 
-    def _bounds(self, entry: Entry) -> Tensor:
-        """Offsets and sizes of its chunks, `[chunks, 2, dims]`."""
-        assert entry.size is not None, "it is a tensor"
-        count, num_dims = len(entry.chunks), len(entry.size)
-        return self.bounds[entry.bounds_at : entry.bounds_at + 2 * count * num_dims].view(count, 2, num_dims)
+    def _chunk(self, name: str, number: int) -> Chunk:
+        entry = self.entries[name]
+        assert entry.places is not None, "it was asked for"
+        file, at, length = entry.places[3 * number : 3 * number + 3]
+        num_dims = len(entry.size or ())
+        begin = 2 * num_dims * number
+        bounds = entry.bounds[begin : begin + 2 * num_dims].tolist()
+        transforms = self.transforms.get((name, number))
+        return bounds[:num_dims], bounds[num_dims:], self.files.get(file, ""), at, length, transforms
 
-    def _rows_in(self, bounds: Tensor, target: Any) -> list[int]:
-        """Which of some chunks overlap those of a target."""
-        described = getattr(target, "__create_chunk_list__", None)
-        if described is None:
-            return list(range(len(bounds)))
-        begins, ends = bounds[:, 0], bounds.sum(1)
-        overlap = torch.zeros(len(bounds), dtype=torch.bool)
-        for box in described():
-            begin = torch.tensor(box.offsets, dtype=torch.int64)
-            end = begin + torch.tensor(box.sizes, dtype=torch.int64)
-            overlap |= ((begins < end) & (ends > begin)).all(1)
-        rows: list[int] = overlap.nonzero()[:, 0].tolist()
-        return rows
+    def _numbers(self, name: str, spans: Spans) -> Sequence[int]:
+        """Of chunks with rows in some spans of dim 0."""
+        entry = self.entries[name]
+        numbers, num_dims = range(len(entry.places or ()) // 3), len(entry.size or ())
+        if spans is None or not num_dims:
+            return numbers
 
-    def _store(self, stored: dict[MetadataIndex, Any], index: MetadataIndex, row: int) -> None:
-        file, offset, length = self.places[row].tolist()
-        if file != _NOWHERE:
-            stored[index] = compat.storage_info(self.files[file], offset, length, self.transforms.get(row))
+        def begin_of(number: int) -> int:
+            return entry.bounds[2 * num_dims * number]
+
+        wanted: dict[int, None] = {}
+        for begin, end in spans:
+            first = bisect_right(numbers, begin - entry.longest, key=begin_of)
+            wanted.update(dict.fromkeys(numbers[first : bisect_left(numbers, end, key=begin_of)]))
+        return list(wanted)
 
 
-def _tensor(numbers: array[int]) -> Tensor:
-    return torch.frombuffer(numbers, dtype=torch.int64) if numbers else torch.empty(0, dtype=torch.int64)
+def _spans(target: Any) -> Spans:
+    described = getattr(target, "__create_chunk_list__", None)
+    if described is None:
+        return None
+    boxes = described()
+    if any(not box.offsets for box in boxes):  # a single number
+        return None
+    return [(box.offsets[0], box.offsets[0] + box.sizes[0]) for box in boxes]
+
+
+def _offsets_of(chunk: ChunkStorageMetadata) -> torch.Size:
+    return chunk.offsets

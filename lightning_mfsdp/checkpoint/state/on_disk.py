@@ -46,10 +46,10 @@ class TensorOnDisk(StandIn):
         tensor._directory, tensor._name, tensor._whole = directory, name, None
         return tensor
 
-    def rows(self, rows: range) -> Tensor:
-        """Some rows of it, on the CPU."""
+    def rows(self, rows: range, ranks: Ranks) -> Tensor:
+        """Some rows of it, on the CPU. All of `ranks` call it, each for rows of its own."""
         part = torch.empty(len(rows), *self.shape[1:], dtype=self.dtype, device="cpu")
-        self._directory.read_rows(self._name, DcpShard.of(part, Piece(shape=self.shape, rows=rows)))
+        self._directory.read_rows(self._name, DcpShard.of(part, Piece(shape=self.shape, rows=rows)), ranks)
         return part
 
     @property

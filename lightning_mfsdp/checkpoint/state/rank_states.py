@@ -48,9 +48,9 @@ def shared_rank_states(state: Mapping[str, Any], ranks: Ranks) -> tuple[dict[str
         bounds = list(accumulate((length for length, _, _ in described), initial=0))
         places = [(range(*pair), bounds[-1]) for pair in pairwise(bounds)]
         index = {
-            "bounds": torch.tensor(bounds),
+            "bounds": torch.tensor(bounds, device="cpu"),
             "data_size": state["data_size"],
-            "data_ranks": torch.tensor([data_rank for _, data_rank, _ in described]),
+            "data_ranks": torch.tensor([data_rank for _, data_rank, _ in described], device="cpu"),
             "gradients": any(has_gradients for _, _, has_gradients in described),
         }
     rows, total = ranks.for_each(places)
@@ -65,7 +65,7 @@ def rank_states_in(checkpoint: dict[str, Any], weights_only: bool | None) -> Seq
         listed: Sequence[Mapping[str, Any]] | None = checkpoint.get(RANK_STATES)
         return listed
     data = saved[RANK_BYTES]
-    read = data.rows if isinstance(data, TensorOnDisk) else lambda rows: data[rows.start : rows.stop]
+    read = data.rows if isinstance(data, TensorOnDisk) else lambda rows, _: data[rows.start : rows.stop]
     return RankStates(read, index, weights_only)
 
 
@@ -73,12 +73,14 @@ class RankStates(Sequence[Mapping[str, Any]]):
     """The states that ranks have saved, each of which is read when it is asked for.
 
     Args:
-        read: Reads rows of the tensor that holds them.
+        read: Reads rows of the tensor that holds them; some ranks call it together.
         index: As saved.
         weights_only: As for `torch.load`.
     """
 
-    def __init__(self, read: Callable[[range], Tensor], index: Mapping[str, Any], weights_only: bool | None) -> None:
+    def __init__(
+        self, read: Callable[[range, Ranks], Tensor], index: Mapping[str, Any], weights_only: bool | None
+    ) -> None:
         self._read_rows, self._index, self._weights_only = read, index, weights_only
         self._read: dict[int, Mapping[str, Any]] = {}
 
@@ -109,16 +111,17 @@ class RankStates(Sequence[Mapping[str, Any]]):
             return [self[number] for number in range(*rank.indices(len(self)))]
         rank = range(len(self))[rank]
         if rank not in self._read:
-            self._read[rank] = self._loaded(rank)
+            self.read(rank, Ranks.alone())
         return self._read[rank]
 
-    def _loaded(self, rank: int) -> Mapping[str, Any]:
+    def read(self, rank: int, ranks: Ranks) -> None:
+        """Read a state. All of `ranks` call it, each for the state that it needs."""
         rows = range(*self._index["bounds"][rank : rank + 2].tolist())
-        data = io.BytesIO(self._read_rows(rows).numpy().tobytes())
+        data = io.BytesIO(self._read_rows(rows, ranks).numpy().tobytes())
         try:
             state: Mapping[str, Any] = torch.load(
                 data, map_location="cpu", weights_only=not is_trusted(self._weights_only)
             )
         except pickle.UnpicklingError as error:
             raise RefusedError(refusal(f"the state of rank {rank}", refused_class(error), WEIGHTS_ONLY)) from error
-        return state
+        self._read[rank] = state

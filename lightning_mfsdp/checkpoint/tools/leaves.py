@@ -300,8 +300,8 @@ class StoredTensor(ChunkedTensor):
         """Of each chunk, by its offsets."""
         return {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in self.chunks}
 
-    def rows(self, rows: range) -> Tensor:
-        """A chunk that was written of these rows."""
+    def rows_of_one_save(self, rows: range, _: object = None) -> Tensor:
+        """The chunk that was written of these rows."""
         return self.read(torch.Size([rows.start, *[0] * (len(self.shape) - 1)]))
 
     def index(self, chunk: ChunkStorageMetadata) -> MetadataIndex:
