@@ -21,7 +21,8 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import TypeVar
 
@@ -228,19 +229,30 @@ class Tree:
         for connection in (*([self._parent] if self._parent is not None else []), *self._children):
             connection.close()
 
+    def __del__(self) -> None:
+        """Its process group is gone, and so are those of the others."""
+        self.close()
+
     def _send(self, connection: socket.socket, rank: int, data: bytes) -> None:
-        try:
+        with self._whole(rank):
             connection.sendall(_LENGTH.pack(len(data)))
             connection.sendall(data)
-        except OSError as error:
-            raise self._broken(rank, error) from error
 
     def _received(self, connection: socket.socket, rank: int) -> bytes:
-        try:
+        with self._whole(rank):
             (length,) = _LENGTH.unpack(_read(connection, _LENGTH.size))
             return _read(connection, length)
+
+    @contextmanager
+    def _whole(self, rank: int) -> Iterator[None]:
+        """Context around a message from or to another rank. After a part of one, nothing that follows could be understood."""
+        try:
+            yield
         except OSError as error:
             raise self._broken(rank, error) from error
+        except BaseException as error:
+            self.close(f"was interrupted: {type(error).__name__}")
+            raise
 
     def _broken(self, rank: int, error: OSError) -> CollectiveError:
         what = (

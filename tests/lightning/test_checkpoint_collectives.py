@@ -75,6 +75,7 @@ PURPOSES = {
         "lightning_io._check": "whether an optimizer does not fit on any rank, before weights are read",
         "lightning_io.load_optimizers": "the same when its state is read",
         "on_disk.run": "whether any rank has something to read",
+        "directory.fetched": "where the parts of tensors lie that each rank reads",
         "directory._read": "whether all ranks know what to read of the model, then of optimizers, and whether all was read",
     },
 }

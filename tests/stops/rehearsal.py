@@ -8,6 +8,7 @@ Prints a JSON object: seconds of each phase, from when all have ended the one be
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import multiprocessing
@@ -47,7 +48,7 @@ from lightning_mfsdp.launch.meeting import meet
 UNITS = 32
 PARAMETERS = 4  # of a unit
 STATES = ("exp_avg", "exp_avg_sq")
-_LIMIT_S = 300
+_LIMIT_S = 900
 
 
 class Planned:
@@ -224,6 +225,7 @@ class Endpoint:
 def serve(ranks: range, world_size: int, port: int, folder: str, results: Any) -> None:
     """The endpoints of a process."""
     torch.set_num_threads(1)
+    gc.disable()  # the garbage of one endpoint is no work of another
     threading.stack_size(1 << 20)
     sys.setswitchinterval(0.05)  # of many threads that wait, each asks for the interpreter so often
     endpoints = [Endpoint(rank, world_size, port, folder) for rank in ranks]

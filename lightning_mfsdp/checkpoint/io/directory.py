@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
+from lightning_mfsdp.base.garbage import collector_paused
 from lightning_mfsdp.base.progress import Progress
 from lightning_mfsdp.checkpoint.io.location import Location
 from lightning_mfsdp.checkpoint.io.ranks import FailedRanksError, Ranks, reason_of
@@ -63,7 +64,7 @@ class Directory:
             raise RefusedError(not_read(location, problem))
         looks = ranks.is_first_on_host()
         needed = ranks.share(whole.sizes_needed() if whole is not None else {}, wanted=looks)
-        if looks and not problem:
+        if needed is not None and not problem:
             problem = _listed(location, needed)
         for rank, text in ranks.problems(problem if looks else "").items():
             raise RuntimeError(
@@ -86,7 +87,8 @@ class Directory:
     def _read_table(location: Location, *, weights_only: bool | None) -> tuple[Table | None, str | RefusedError]:
         """The whole table of contents, or why it cannot be read."""
         try:
-            return Table.of(location.reader(trusted=is_trusted(weights_only)).read_metadata()), ""
+            with collector_paused():
+                return Table.of(location.reader(trusted=is_trusted(weights_only)).read_metadata()), ""
         except RefusedError as error:
             return None, error
         except Exception as error:  # a damaged pickle may raise anything

@@ -7,40 +7,46 @@ names and a plan of Python objects, and gets the plan back. Here a rank sends th
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
+import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from lightning_mfsdp.base import compat
+from lightning_mfsdp.base.garbage import collector_paused
 from lightning_mfsdp.checkpoint.io.ranks import Ranks
 from lightning_mfsdp.checkpoint.io.write import item_bytes
 
-__all__ = ["Written", "save_together", "shares_of", "table_of_contents"]
+__all__ = ["save_together", "shares_of", "table_of_contents"]
+
+
+Row: TypeAlias = tuple[str, "tuple[list[int], list[int]] | None", str, int, int, Any]
 
 
 @dataclass(frozen=True)
 class Written:
-    """What one rank has written.
+    """What one rank has written, in few kinds of objects: rank 0 unpickles that of all.
 
     Attributes:
-        results: Where, in the order of `tensors`.
-        tensors: Chunk, properties and size of the whole tensor; `None` for other objects.
+        rows: Name, offsets and sizes of the chunk (`None` of an object that is no tensor), file, first byte, length and extensions.
+        tensors: Properties and size of the whole tensor, by name.
         paths: Where each name lies in the dictionary that is saved.
     """
 
-    results: list[WriteResult]
-    tensors: list[tuple[ChunkStorageMetadata, TensorProperties, Any] | None]
+    rows: list[Row]
+    tensors: dict[str, tuple[TensorProperties, tuple[int, ...]]]
     paths: dict[str, Any]
 
 
@@ -72,16 +78,18 @@ def save_together(
         placed = replace(placed, storage_data=replace(placed.storage_data, prefix=f"__{ranks.rank}_"))
         return _written(own, writer.write_data(planner.finish_plan(placed), planner).wait())
 
-    everything = ranks.to_first(ranks.together(write))
+    written = ranks.together(write)
+    table: Metadata | None = None
 
     def finish() -> None:
         nonlocal table
         assert everything is not None, "rank 0 has it"
-        table = table_of_contents(everything, own.planner_data)
-        writer.finish(table, [written.results for written in everything])
+        table, results = table_of_contents(everything, own.planner_data)
+        writer.finish(table, [results])
 
-    table: Metadata | None = None
-    ranks.first("writing the table of contents", finish)
+    with collector_paused():  # of 1,000 ranks a million objects come, which are all in the table
+        everything = ranks.to_first(written)
+        ranks.first("writing the table of contents", finish)
     return table
 
 
@@ -133,24 +141,26 @@ def shares_of(offers: Sequence[bytes]) -> list[bytes]:
     return [bytes(flags) for flags in kept]
 
 
-def _written(plan: SavePlan, results: list[WriteResult]) -> Written:
+def _written(plan: SavePlan, results: Sequence[WriteResult]) -> Written:
     items = {item.index: item for item in plan.items}
     properties: list[TensorProperties] = []  # equal ones once, so that they are pickled once
-    tensors: list[tuple[ChunkStorageMetadata, TensorProperties, Any] | None] = []
-    for result in results:
-        data = items[result.index].tensor_data
-        if data is None:
-            tensors.append(None)
-            continue
-        if data.properties not in properties:
-            properties.append(data.properties)
-        tensors.append((data.chunk, properties[properties.index(data.properties)], data.size))
+    written = Written([], {}, {})
     paths = plan.planner_data or {}
-    return Written(results, tensors, {result.index.fqn: paths[result.index.fqn] for result in results})
+    for result in results:
+        name, place, bounds = result.index.fqn, result.storage_data, None
+        if (data := items[result.index].tensor_data) is not None:
+            if data.properties not in properties:
+                properties.append(data.properties)
+            written.tensors[name] = properties[properties.index(data.properties)], tuple(data.size)
+            bounds = list(data.chunk.offsets), list(data.chunk.sizes)
+        transforms = getattr(place, "transform_descriptors", None)
+        written.rows.append((name, bounds, place.relative_path, place.offset, place.length, transforms))
+        written.paths[name] = paths[name]
+    return written
 
 
-def table_of_contents(everything: Sequence[Written], paths: Mapping[str, Any]) -> Metadata:
-    """What all ranks have written, without where.
+def table_of_contents(everything: Sequence[Written], paths: Mapping[str, Any]) -> tuple[Metadata, list[WriteResult]]:
+    """The table of what all ranks have written, and where that is.
 
     Args:
         everything: By rank.
@@ -162,24 +172,28 @@ def table_of_contents(everything: Sequence[Written], paths: Mapping[str, Any]) -
     entries: dict[str, Any] = {}
     counts: dict[str, int] = {}
     all_paths = dict(paths)
+    results: list[WriteResult] = []
     for written in everything:
         all_paths.update(written.paths)
-        for result, tensor in zip(written.results, written.tensors, strict=True):
-            name = result.index.fqn
-            if tensor is None:
+        for name, bounds, file, at, length, transforms in written.rows:
+            place = compat.storage_info(file, at, length, transforms)
+            if bounds is None:
                 entries[name] = BytesStorageMetadata()
+                results.append(WriteResult(MetadataIndex(name), length, place))
                 continue
-            chunk, properties, size = tensor
             entry = entries.get(name)
             if entry is None:
-                entry = entries[name] = TensorStorageMetadata(properties=properties, size=size, chunks=[])
+                properties, size = written.tensors[name]
+                entry = entries[name] = TensorStorageMetadata(properties=properties, size=torch.Size(size), chunks=[])
                 counts[name] = 0
-            entry.chunks.append(chunk)
-            counts[name] += math.prod(chunk.sizes)
+            offsets, sizes = torch.Size(bounds[0]), torch.Size(bounds[1])
+            results.append(WriteResult(MetadataIndex(name, offsets, len(entry.chunks)), length, place))
+            entry.chunks.append(ChunkStorageMetadata(offsets, sizes))
+            counts[name] += sizes.numel()
     for name, count in counts.items():
         if count != entries[name].size.numel():
             raise ValueError(
                 f"{name} has {entries[name].size.numel()} elements, and {count} were written: ranks do not have all of its rows, or some "
                 "twice. Save with the ranks that share the model, all of them"
             )
-    return Metadata(entries, planner_data=all_paths)
+    return Metadata(entries, planner_data=all_paths), results

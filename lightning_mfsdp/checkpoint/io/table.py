@@ -109,10 +109,10 @@ class Table:
         for name, entry in self.entries.items():
             assert entry.places is not None, "this is no outline"
             if len(entry.places) > 3 * _FEW:
-                entry = replace(entry, places=None, bounds=array("q"))
+                entries[name] = replace(entry, places=None, bounds=array("q"))
             else:
+                entries[name] = entry
                 files.update({file: self.files[file] for file in entry.places[::3] if file != _NOWHERE})
-            entries[name] = entry
         few = {key: value for key, value in self.transforms.items() if entries[key[0]].places is not None}
         return Table(entries, files, few)
 

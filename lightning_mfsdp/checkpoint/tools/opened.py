@@ -46,9 +46,8 @@ def open_checkpoint(path: Path, *, trust: bool = False) -> OpenedCheckpoint:
         leaves = stored.leaves
         of_ranks = leaves.pop((RANK_STATES, RANK_BYTES), None)
         if RANK_INDEX in rest and isinstance(of_ranks, StoredTensor):
-            states = RankStates(of_ranks.rows_of_one_save, rest[RANK_INDEX], weights_only=not trust)
-            rest = {(RANK_STATES if key == RANK_INDEX else key): value for key, value in rest.items()}
-            rest[RANK_STATES] = states
+            of_all = RankStates(of_ranks.rows_of_one_save, rest[RANK_INDEX], weights_only=not trust)
+            rest = dict((RANK_STATES, of_all) if key == RANK_INDEX else (key, value) for key, value in rest.items())
         return OpenedCheckpoint(
             leaves=leaves,
             rest=rest,
