@@ -132,6 +132,7 @@ class Tree:
         """
         if size == 1:
             return cls.alone()
+        place = f"{place}/of {size}"
         place = f"{place}/{(store.add(f'{place}/starts', 1) - 1) // size}"
         children = [part.start for part in children_of(rank, size)]
         network = json.dumps(network_of_host())
@@ -260,7 +261,7 @@ class Tree:
         )
         self.close(what or f"lost rank {rank}: {error}")
         return CollectiveError(
-            f"rank {self.rank}, which exchanges what is small with all ranks, {self._problem}. Look for the first error in the output of "
+            f"rank {self.rank} {self._problem}, in what ranks exchange to start, save or load. Look for the first error in the output of "
             "all ranks"
         )
 

@@ -99,8 +99,8 @@ def test_what_has_no_token_is_not_taken_for_a_rank() -> None:
 
     with ThreadPoolExecutor(1) as pool:
         came = pool.submit(first)
-        store.set("place/0/1/network", json.dumps("elsewhere"))  # until then the first does not listen
-        _, port, _ = json.loads(store.get("place/0/0/contact"))
+        store.set("place/of 2/0/1/network", json.dumps("elsewhere"))  # until then the first does not listen
+        _, port, _ = json.loads(store.get("place/of 2/0/0/contact"))
         for greeting in (b"GET / HTTP/1.1\r\n\r\n" + b" " * 40, b""):
             with socket.create_connection(("127.0.0.1", port)) as stranger:
                 stranger.sendall(greeting)
@@ -111,6 +111,6 @@ def test_what_has_no_token_is_not_taken_for_a_rank() -> None:
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     store: Any = dist.HashStore()
-    store.set("place/0/1/network", json.dumps("elsewhere"))
+    store.set("place/of 2/0/1/network", json.dumps("elsewhere"))
     with pytest.raises(CollectiveError, match=r"^rank 0 on .* waited 0\.1 s for ranks \[1\] to connect"):
         Tree.connected(store, "place", 0, 2, limit_s=None, meeting_s=0.1)

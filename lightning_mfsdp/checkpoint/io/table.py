@@ -131,11 +131,9 @@ class Table:
 
         Args:
             targets: By flat name: tensors, or what describes chunks of one as DTensors do; anything else of other objects.
-
-        Raises:
-            KeyError: No such name.
         """
-        return {name: _spans(target) for name, target in targets.items() if self.entries[name].places is None}
+        known = ((name, target) for name, target in targets.items() if name in self.entries)
+        return {name: _spans(target) for name, target in known if self.entries[name].places is None}
 
     def chunks(self, wanted: Mapping[str, Spans]) -> dict[str, list[Chunk]]:
         """Chunks with rows in some spans, and perhaps others, by name."""
@@ -147,6 +145,9 @@ class Table:
         Args:
             targets: As for `lacks`.
             fetched: What was asked for because of `lacks`.
+
+        Raises:
+            KeyError: No such name.
         """
         entries: dict[str, Any] = {}
         stored: dict[MetadataIndex, Any] = {}
