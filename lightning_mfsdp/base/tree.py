@@ -10,7 +10,7 @@ children; so each rank speaks for consecutive ranks, which launchers place on th
 What travels between rank 0 and another rank passes at most three others among 4,096, and is unpickled only by those two. Nothing lies in
 memory of a device. A collective of a process group would bring what every rank has to all ranks, or connect each with all others.
 
-A connection ends with its process. Whoever notices closes its own, so that all ranks that wait end with an error.
+A connection ends with its process. The ranks next to it notice, and close theirs, so that all ranks that wait end with an error.
 """
 
 from __future__ import annotations
