@@ -209,6 +209,8 @@ INTERNAL = {
     "engine/layout/layout.py:Layout._check_span": _OWN_LAYOUT,
     "engine/layout/layout.py:_check_arguments": _OWN_LAYOUT,
     "checkpoint/io/write.py:Writer.write_data": "it says what the operating system said, in its words",
+    "checkpoint/io/ranks.py:Ranks.together": "it has what ranks raised, in their words, and is explained where it is caught",
+    "base/tree.py:_read": "it is explained where it is caught",
     "__init__.py:__getattr__": "it is Python's own message for a name that a module lacks",
     "launch/stopping.py:Stopping._on_signal": "it is Lightning's exception, without words",
     "launch/stopping.py:Stopping._before_batch": "it is Lightning's exception, without words",

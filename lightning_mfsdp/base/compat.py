@@ -32,6 +32,7 @@ from torch._subclasses import fake_tensor
 from torch.autograd import Variable, forward_ad, graph
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.modules import module as module_hooks
@@ -101,6 +102,7 @@ __all__ = [
     "set_versions",
     "share_storage",
     "step_pre_hooks",
+    "storage_info",
     "storage_users",
     "symmetric_memory",
     "takes_closure",
@@ -436,6 +438,11 @@ def needs_values_because(error: BaseException) -> str:
 # Reads of one number by the host: `item`, `tolist`, `bool` (torch 2.11 to 2.15).
 READS_NUMBER = torch.ops.aten._local_scalar_dense.default
 NumberWithoutValue = fake_tensor.DataDependentOutputException
+
+
+def storage_info(file: str, offset: int, length: int, transforms: Any = None) -> Any:
+    """Where a chunk lies, as tables of contents have it (torch 2.11 to 2.15: `filesystem._StorageInfo`)."""
+    return filesystem._StorageInfo(file, offset, length, transforms)
 
 
 def default_store() -> Store:

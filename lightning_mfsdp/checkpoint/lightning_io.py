@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import Optimizer
 
 from lightning_mfsdp.base.progress import ByteCount, Progress
@@ -34,6 +33,7 @@ from lightning_mfsdp.checkpoint.background import Staging
 from lightning_mfsdp.checkpoint.io.directory import Directory
 from lightning_mfsdp.checkpoint.io.location import META_FILE, MODULE_VERSIONS, TIED_WEIGHTS, Location
 from lightning_mfsdp.checkpoint.io.ranks import Ranks, on_all_ranks
+from lightning_mfsdp.checkpoint.io.saving import save_together
 from lightning_mfsdp.checkpoint.io.write import CountingFile, CountingSavePlanner, tensor_bytes
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex
 from lightning_mfsdp.checkpoint.state.model import finish_model, known_names, plan_model
@@ -109,12 +109,10 @@ class ShardedContent:
         """Write every rank's part, then `meta.pt`."""
         with location.saving(ranks, directory=True) as place:
             writer = location.writer(place.path, on_host=self.on_host)
-            # It ensures that an error on one rank is raised on all.
-            planner = CountingSavePlanner(progress)
-            with ranks.joining():
-                metadata = dcp_save(self.state, storage_writer=writer, planner=planner, process_group=ranks.group)
+            metadata = save_together(self.state, writer, CountingSavePlanner(progress), ranks)
 
             def finish() -> None:
+                assert metadata is not None, "rank 0 has it"
                 location.check_written(place, metadata, ranks)
                 location.write(f"{place.path}/{META_FILE}", self.rest)
 
@@ -301,11 +299,10 @@ class Loading:
 
     def _agree(self, where: str, kinds: Mapping[Any, Any]) -> None:
         """Raise if on_load_checkpoint has left other entries on another rank: shards would be of different states."""
-        everyones = Ranks().gather(zlib.crc32(repr(list(kinds.items())).encode()))
-        differing = [rank for rank, checksum in enumerate(everyones) if checksum != everyones[0]]
+        differing = Ranks().decide(zlib.crc32(repr(list(kinds.items())).encode()), _unlike_first)
         if differing:
             raise RuntimeError(
-                f'{self.location}: on_load_checkpoint has left other entries in checkpoint["{where}"] on ranks {differing[:8]} than on '
+                f'{self.location}: on_load_checkpoint has left other entries in checkpoint["{where}"] on ranks {differing} than on '
                 "rank 0. Every rank loads its own part of what is left; make the same changes on all ranks"
             )
 
@@ -361,6 +358,11 @@ def load(
     if optimizers:
         loading.load_optimizers(content, index, optimizers, progress=progress)
     return {key: value for key, value in content.items() if key not in ("state_dict", "optimizer_states")}
+
+
+def _unlike_first(checksums: list[int]) -> list[int]:
+    """The first few ranks whose checksum is not that of rank 0."""
+    return [rank for rank, checksum in enumerate(checksums) if checksum != checksums[0]][:8]
 
 
 def _kind(value: Any) -> Any:

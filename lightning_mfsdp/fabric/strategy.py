@@ -176,7 +176,6 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
         self._num_nodes = 1
         self._connected_mesh: RunMesh | None = None
         self._batches: SharedBatches | None = None
-        self._saving_ranks: Ranks | None = None
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._backward_sync_control = _BackwardSync(keep_sharded=options.accumulation == "sharded")
 
@@ -433,8 +432,6 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
             raise TypeError(
                 "MFSDPFabricStrategy.save_checkpoint: storage_options are for a CheckpointIO, which it does not use; leave them out"
             )
-        if self._saving_ranks is None:
-            self._saving_ranks = Ranks.patient(self._options.shared_folder_timeout)
         saved = {key: _unwrapped(value) for key, value in state.items()}
         for model in _models(saved).values():
             self._share_buffers(model)
@@ -443,7 +440,7 @@ class MFSDPFabricStrategy(FabricParallelStrategy):
             {**saved, **self.precision.fp8_scaling(_models(saved))},
             filter or {},
             whole=self.state_dict_type == "full",
-            ranks=self._saving_ranks,
+            ranks=Ranks.patient(self._options.shared_folder_timeout),
         )
 
     def load_checkpoint(

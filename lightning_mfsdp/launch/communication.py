@@ -22,6 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 from lightning_mfsdp._lightning_api import default_process_group_backend, init_dist_connection, reset_seed
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.kept_groups import kept
+from lightning_mfsdp.base.tree import RANKS, SAVES, tree_of_all_ranks
 from lightning_mfsdp.launch.checks import start_findings
 from lightning_mfsdp.launch.meeting import meet
 from lightning_mfsdp.launch.peers import Peers
@@ -124,7 +125,8 @@ def peers() -> Peers | None:
 
 
 def _connected_peers() -> Peers | None:
-    connected = Peers.connected()
+    tree_of_all_ranks(SAVES)  # now, because a firewall should not be met by the first save, hours later
+    connected = Peers.connected(tree_of_all_ranks(RANKS))
     while _CONNECTED:
         _CONNECTED.pop().close()
     if connected is not None:

@@ -23,6 +23,7 @@ __all__ = ["meet"]
 _log = logging.getLogger(__name__)
 
 _PAUSE_S = (0.001, 0.1)  # between two looks into the store: the first pause, and the longest
+_LOOKS_PER_S = 2560  # of all ranks together: more keep the store busy, and rank 0 waits for it as well
 _ANNOUNCE = timedelta(seconds=30)  # starts take that long where a node loads its libraries for the first time
 
 
@@ -43,7 +44,8 @@ def meet(
     """
     common = PrefixStore("lightning_mfsdp/meeting", store)
     token = uuid.uuid4().hex
-    waiting = _Waiting(timeout, announce_after, rank)
+    longest_s = _PAUSE_S[1] if rank == 0 else max(_PAUSE_S[1], world_size / _LOOKS_PER_S)
+    waiting = _Waiting(timeout, announce_after, rank, longest_s)
     common.set(f"token/{rank}", token)
     if rank == 0:
         name = uuid.uuid4().hex
@@ -83,12 +85,12 @@ def _read(store: Store, key: str) -> str | None:
 class _Waiting:
     """Short pauses that grow, up to a limit."""
 
-    def __init__(self, timeout: timedelta, announce_after: timedelta, rank: int) -> None:
+    def __init__(self, timeout: timedelta, announce_after: timedelta, rank: int, longest_s: float) -> None:
         self._timeout_s, self._rank = timeout.total_seconds(), rank
         self._began = time.monotonic()
         self._until = self._began + self._timeout_s
         self._announce_at = self._began + announce_after.total_seconds()
-        self._pause_s = _PAUSE_S[0]
+        self._pause_s, self._longest_s = _PAUSE_S[0], longest_s
 
     def pause(self, missing: str, *, announced: bool = True) -> None:
         now = time.monotonic()
@@ -104,4 +106,4 @@ class _Waiting:
                 "output of the others, and whether all reach MASTER_ADDR"
             )
         time.sleep(self._pause_s)
-        self._pause_s = min(2 * self._pause_s, _PAUSE_S[1])
+        self._pause_s = min(2 * self._pause_s, self._longest_s)

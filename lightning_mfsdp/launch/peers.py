@@ -32,24 +32,24 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from lightning_mfsdp.base.children import call_in_children
+from lightning_mfsdp.base.sockets import LOOPBACK, addresses_of_host, network_of_host
+from lightning_mfsdp.base.tree import Tree
 from lightning_mfsdp.launch import relay
 from lightning_mfsdp.launch.checks import files_needed
-from lightning_mfsdp.launch.children import call_in_children
 from lightning_mfsdp.launch.relay import GRACE_S, RELAY_KILLED, Line
 
-__all__ = ["Peers", "addresses_of_host", "network_of_host"]
+__all__ = ["Peers"]
 
 _log = logging.getLogger(__name__)
 
 LEAVING_S = 30.0  # for ranks to end what they do, and their process groups, once rank 0 has ended; then what waits for it is aborted
 ENDING_S = 1.5  # for a process that is told of a failure to detect it by itself, or to report its own
 _SHOWN = 8  # ranks, in messages
-_LOOPBACK = ["127.0.0.1"]
 
 
 class Peers:
@@ -93,32 +93,29 @@ class Peers:
         threading.Thread(target=self._run, name="mfsdp-peers", daemon=True).start()
 
     @classmethod
-    def connected(cls) -> Peers | None:
-        """Connect all ranks of the default process group; `None` if that is not possible. Collective."""
-        rank, world_size = dist.get_rank(), dist.get_world_size()
+    def connected(cls, tree: Tree) -> Peers | None:
+        """Connect all ranks of a tree; `None` if that is not possible. Collective."""
+        rank, world_size = tree.rank, tree.size
         network = network_of_host()
-        networks = _of_all_ranks(network)
-        own_ranks = [other for other in range(world_size) if networks[other] == network]
+        own_ranks = tree.judge_each(network, _ranks_of_hosts)
         with contextlib.ExitStack() as connecting:  # a relay ends after it if no rank has connected
-            relays = _of_all_ranks(
-                _started_relay(connecting, network[0], own_ranks, world_size) if rank == own_ranks[0] else None
-            )
-            unstarted = [contact for contact in relays if isinstance(contact, str)]
+            started = _started_relay(connecting, network[0], own_ranks, world_size) if rank == own_ranks[0] else None
+            own_relay, first_relay, unstarted = tree.judge_each((own_ranks[0], started), _contacts)
             if unstarted:
                 if rank == 0:
                     _log.warning(
-                        f"no relay process on {', '.join(unstarted[:_SHOWN])}: where one rank fails, others may wait for it, and SIGTERM "
+                        f"no relay process on {', '.join(unstarted)}: where one rank fails, others may wait for it, and SIGTERM "
                         "must reach all. Let processes start sys.executable"
                     )
                 return None
-            _, port, token = relays[own_ranks[0]]
-            line = relay.connect((_LOOPBACK, port, token), [rank], network[0], relays[0])
-            unreached = [other for other, misses in enumerate(_of_all_ranks(line is None)) if misses]
+            _, port, token = own_relay
+            line = relay.connect((LOOPBACK, port, token), [rank], network[0], first_relay)
+            unreached = tree.decide(line is None, _those_that_miss)
         if line is None or unreached:
             if line is not None:
                 line.socket.close()
             if rank == 0:
-                addresses, port, _ = relays[0]
+                addresses, port, _ = first_relay
                 _log.warning(
                     f"ranks {unreached} cannot reach rank 0 at {addresses}, port {port}: where one rank fails, others may wait for it, and "
                     "SIGTERM must reach all. Have the firewall let that port through"
@@ -354,11 +351,22 @@ def _shown(items: Sequence[Any]) -> str:
     return ", ".join(map(str, items[:_SHOWN])) + (f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else "")
 
 
-def _of_all_ranks(of_this_rank: Any) -> list[Any]:
-    """An object of every rank. Collective."""
-    objects: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(objects, of_this_rank)
-    return objects
+def _ranks_of_hosts(networks: list[tuple[str, ...]]) -> list[list[int]]:
+    """For every rank, those of its host."""
+    by_host: dict[tuple[str, ...], list[int]] = {}
+    for rank, network in enumerate(networks):
+        by_host.setdefault(network, []).append(rank)
+    return [by_host[network] for network in networks]
+
+
+def _contacts(started: list[tuple[int, Any]]) -> list[tuple[Any, Any, list[str]]]:
+    """For every rank how its relay and the first one are reached, and which have not started. Given the first rank of each one's host."""
+    unstarted = [contact for _, contact in started if isinstance(contact, str)]
+    return [(started[first][1], started[0][1], unstarted[:_SHOWN]) for first, _ in started]
+
+
+def _those_that_miss(misses: list[bool]) -> list[int]:
+    return [rank for rank, is_missing in enumerate(misses) if is_missing]
 
 
 def _started_relay(
@@ -375,21 +383,7 @@ def _started_relay(
         )
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         return f"host {host} ({error})"
-    return addresses_of_host() if is_reachable else _LOOPBACK, port, token
-
-
-def network_of_host() -> tuple[str, ...]:
-    """Equal for processes that reach each other over the loopback interface: one boot of one machine, and one network namespace of it.
-
-    Host names alone do not tell: images may have a fixed one, and containers of one machine may have networks of their own.
-    """
-    known = [socket.gethostname()]
-    for read in (lambda: Path("/proc/sys/kernel/random/boot_id").read_text(), lambda: os.readlink("/proc/self/ns/net")):
-        try:
-            known.append(read().strip())
-        except OSError:  # not on every system
-            _log.debug("this system does not tell its boot or its network namespace", exc_info=True)
-    return tuple(known)
+    return addresses_of_host() if is_reachable else LOOPBACK, port, token
 
 
 def _allow_files(world_size: int) -> None:
@@ -403,21 +397,3 @@ def _allow_files(world_size: int) -> None:
             OSError, ValueError
         ):  # some systems allow less than they say; a connection then says what is missing
             resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-
-
-def addresses_of_host() -> list[str]:
-    """Addresses of IPv4 and IPv6 at which other hosts may reach this one, likely ones first."""
-    main = os.environ.get("MASTER_ADDR", "192.0.2.1")
-    addresses = []
-    for family in (socket.AF_INET, socket.AF_INET6):
-        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((main, 9))  # sends nothing, and shows which interface would be used
-            addresses.append(probe.getsockname()[0])
-    addresses.append(os.environ.get("MASTER_ADDR", ""))
-    with contextlib.suppress(OSError):  # this host may not know its name
-        addresses += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)]
-    return [
-        address
-        for address in dict.fromkeys(addresses)
-        if address and not address.startswith("127.") and address != "::1"
-    ] or _LOOPBACK

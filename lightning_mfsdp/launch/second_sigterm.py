@@ -26,7 +26,7 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-from lightning_mfsdp.launch.children import call_in_children
+from lightning_mfsdp.base.children import call_in_children
 
 __all__ = ["SECOND_S", "SecondSigterm"]
 

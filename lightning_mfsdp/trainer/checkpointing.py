@@ -31,13 +31,19 @@ from lightning_mfsdp.checkpoint.io.ranks import Ranks, on_all_ranks, same_on_all
 from lightning_mfsdp.checkpoint.state.full_state import full_model_state, full_optimizer_state, with_whole_tensors
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex
 from lightning_mfsdp.checkpoint.state.parameter_state import PARAMETER_STATES, ParameterState, dcp_shards, full_tensors
+from lightning_mfsdp.checkpoint.state.rank_states import (
+    RANK_INDEX,
+    RANK_STATES,
+    RankStates,
+    rank_states_in,
+    shared_rank_states,
+)
 from lightning_mfsdp.engine import collectives_begun
 from lightning_mfsdp.launch import slurm
 from lightning_mfsdp.launch.processes import ProcessStrategy, with_others
 from lightning_mfsdp.trainer.callback_hooks import HasParameterState, prepare_optimizers
 from lightning_mfsdp.trainer.continuation import (
     GRADIENTS,
-    RANK_STATES,
     PendingGradients,
     is_inside_a_step,
     rank_state,
@@ -104,7 +110,6 @@ class CheckpointingStrategy(ProcessStrategy):
         self._run = new_run()  # ranks differ until one loads; rank 0 writes its own
         self._saver = BackgroundSaver()
         self._staging = Staging()
-        self._saving_ranks: Ranks | None = None
         self._at_first_step: list[Callable[[], None]] = []
         self._go_on_reading: Callable[[], None] | None = None
         self._accumulates = 1  # what the Trainer was told here, or is by default
@@ -233,10 +238,8 @@ class CheckpointingStrategy(ProcessStrategy):
         self._saver.wait()
         checkpoint = self._as_saved(checkpoint)
         location = locate(self.broadcast(os.fspath(filepath)))
-        if self._saving_ranks is None:
-            # Also used in the background: collectives of two threads must not interleave, and one save is waited for before the next.
-            self._saving_ranks = Ranks.patient(self.shared_folder_timeout)
-        ranks = self._saving_ranks
+        # Also used in the background: what two threads exchange must not interleave, and one save is waited for before the next.
+        ranks = Ranks.patient(self.shared_folder_timeout)
         scaling = self.precision_plugin.fp8_scaling({_MODEL: self._module})  # type: ignore[attr-defined]
         of_module = {key: checkpoint[key] for key in _STATES if key in checkpoint}
         others = {key: value for key, value in checkpoint.items() if key not in _STATES}
@@ -273,11 +276,17 @@ class CheckpointingStrategy(ProcessStrategy):
         states = dict(checkpoint.get(PARAMETER_STATES, {}))
         if is_inside_a_step(self._module.trainer):
             states[GRADIENTS] = self.parameter_state(PendingGradients(self._module, self._at_first_step))
-        added: dict[str, Any] = {PARAMETER_STATES: states} if states else {}
+        own_state = rank_state(checkpoint, self._module, self.root_device, **self._data_place)
+        added: dict[str, Any] = {}
+        if self.state_dict_type == "full":
+            added[RANK_STATES] = ranks.to_first(own_state)
+        else:
+            states[RANK_STATES], added[RANK_INDEX] = shared_rank_states(own_state, ranks)
+        if states:
+            added[PARAMETER_STATES] = states
         return {
             **checkpoint,
             **added,
-            RANK_STATES: ranks.gather(rank_state(checkpoint, self._module, self.root_device, **self._data_place)),
             DATA_POSITIONS: data_positions(self._module.trainer),
             RUN: self._run,
         }
@@ -380,10 +389,12 @@ class CheckpointingStrategy(ProcessStrategy):
             return
         same_ranks = len(states) == self.world_size
         of_gradients = [states[self.global_rank]] if same_ranks else states
+        if isinstance(states, RankStates) and not states.has_gradients:
+            of_gradients = []
         self._at_first_step.append(lambda: set_whole_gradients(self._module, of_gradients))
         own_state = self._state_of_place(states)
         if own_state is None:
-            saved = states[0].get("data_size", len(states))
+            saved = _data_size(states)
             rank_zero_info(
                 f"the checkpoint was saved by {saved} data ranks, and there are {self._data_place['data_size']}: training continues at "
                 f"the same position in the data, and random numbers such as dropout differ from those that {saved} ranks would draw"
@@ -400,12 +411,18 @@ class CheckpointingStrategy(ProcessStrategy):
 
     def _state_of_place(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
         """The state of this rank, or of one that read the same data; `None` if the data were divided among another number of ranks."""
+        place = self._rank_of_place(states)
+        return None if place is None else states[place]
+
+    def _rank_of_place(self, states: Sequence[Mapping[str, Any]]) -> int | None:
         size, rank = self._data_place.values()
-        if states[0].get("data_size", len(states)) != size:
+        if _data_size(states) != size:
             return None
         if len(states) == self.world_size:
-            return states[self.global_rank]
-        return next(state for number, state in enumerate(states) if state.get("data_rank", number) == rank)
+            return self.global_rank
+        if isinstance(states, RankStates):
+            return states.rank_of(rank)
+        return next(number for number, state in enumerate(states) if state.get("data_rank", number) == rank)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint; not before the save that replaces it has succeeded."""
@@ -432,6 +449,13 @@ class CheckpointingStrategy(ProcessStrategy):
         same_on_all("the path of load_checkpoint", os.fspath(checkpoint_path), Ranks())
         location = locate(checkpoint_path)
         self._loading, checkpoint = lightning_io.Loading.open(location, self._module, weights_only=weights_only)
+        states = rank_states_in(checkpoint, weights_only)
+        if states:
+            checkpoint[RANK_STATES] = states
+            place = self._rank_of_place(states)
+            if isinstance(states, RankStates) and place is not None:
+                with on_all_ranks(f"opening {location}"):  # before anything changes
+                    states.read(place, Ranks())
         if self._loading.directory is not None:
             compare_hyperparameters(location, checkpoint, self._module)
         return checkpoint
@@ -575,3 +599,9 @@ class CheckpointingStrategy(ProcessStrategy):
         """A bar of this rank's bytes, on rank 0, if the Trainer shows bars."""
         trainer = self._module.trainer
         return progress_bar(doing, shown=self.is_global_zero and trainer.progress_bar_callback is not None)
+
+
+def _data_size(states: Sequence[Mapping[str, Any]]) -> int:
+    """How many ranks of a checkpoint had different batches."""
+    size: int = states.data_size if isinstance(states, RankStates) else states[0].get("data_size", len(states))
+    return size

@@ -18,7 +18,6 @@ from lightning_mfsdp.engine.internals import placed_as
 
 __all__ = [
     "GRADIENTS",
-    "RANK_STATES",
     "PendingGradients",
     "is_inside_a_step",
     "random_state",
@@ -28,7 +27,6 @@ __all__ = [
     "take_loader_states",
 ]
 
-RANK_STATES = "rank_states"
 GRADIENTS = "gradients"
 
 

@@ -251,17 +251,23 @@ def _folders(trainer: Trainer) -> list[str]:
 def _check_seen(folders: Sequence[str], choice: Choice, ranks: Ranks, *, looks: bool) -> None:
     """No node has checkpoints that rank 0 does not see, and all ranks see the chosen one. Collective."""
     own = [path for folder in folders for path in _paths_in(folder) if path.endswith(_SUFFIX)] if looks else []
-    views = ranks.gather((own, socket.gethostname()))
-    hosts, of_first = [host for _, host in views], set(views[0][0])
-    more = {rank: path for rank, (paths, _) in enumerate(views) for path in paths if path not in of_first}
-    if more:
+    more = ranks.decide((own, socket.gethostname()), _seen_elsewhere)
+    if more is not None:
+        where, path, first_host = more
         raise NotSharedError(
-            f"{on_hosts(list(more), hosts)} can see {next(iter(more.values()))}, and rank 0 on {hosts[0]} cannot, so nothing was read. "
+            f"{where} can see {path}, and rank 0 on {first_host} cannot, so nothing was read. "
             "Have all nodes mount the same storage at that path, or give latest_checkpoint the folder that all nodes share"
         )
     if choice.path is not None:
         folder, name = os.path.split(choice.path)
         see_on_all(folder, name, lambda: names_in(folder), ranks, what="nothing was read")
+
+
+def _seen_elsewhere(views: list[tuple[list[str], str]]) -> tuple[str, str, str] | None:
+    """Ranks that see what rank 0 does not, with hosts; the first path of that; and the host of rank 0."""
+    hosts, of_first = [host for _, host in views], set(views[0][0])
+    more = {rank: path for rank, (paths, _) in enumerate(views) for path in paths if path not in of_first}
+    return (on_hosts(list(more), hosts), next(iter(more.values())), hosts[0]) if more else None
 
 
 def _tell(where: str, choice: Choice) -> None:

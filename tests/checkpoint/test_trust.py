@@ -217,7 +217,7 @@ def test_a_class_from_a_checkpoint_is_refused_by_name_unless_the_user_trusts_it(
     loaded: list[dict[str, Any]], place: str, entry: str
 ) -> None:
     reads_it = not (place == "option" and entry == "validate")
-    for found in loaded:
+    for rank, found in enumerate(loaded):
         for weights_only in (None, True):
             message, ran = found[f"{place} {entry} {weights_only}"]
             assert not ran
@@ -226,12 +226,14 @@ def test_a_class_from_a_checkpoint_is_refused_by_name_unless_the_user_trusts_it(
                 continue
             for part in (NAME, PLACES[place], f"add_safe_globals([{NAME}])", "weights_only=False"):
                 assert part in message, (weights_only, message)
-        assert found[f"{place} {entry} False"] == ("", reads_it)
+        # Rank 0 reads the table of contents for all.
+        assert found[f"{place} {entry} False"] == ("", reads_it and (place != "table" or rank == 0))
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_class_that_the_user_has_allowed_is_loaded(loaded: list[dict[str, Any]], place: str) -> None:
-    assert all(found[f"{place} allowed"] == ("", True) for found in loaded)
+    for rank, found in enumerate(loaded):
+        assert found[f"{place} allowed"] == ("", place != "table" or rank == 0)
 
 
 def test_pieces_of_tensors_run_nothing_even_where_the_user_trusts_a_checkpoint(loaded: list[dict[str, Any]]) -> None:

@@ -65,7 +65,7 @@ def say(pipe: int, what: Any) -> None:
 def train(pipe: int, path: Path, number: int, *, is_async: bool) -> None:
     model, optimizer = made(0)
     location, saver, staging = locate(path), BackgroundSaver(), Staging()
-    ranks = Ranks(dist.new_group(backend="gloo"))
+    ranks = Ranks.patient()
     while True:
         fill(optimizer, number)
         index = ParameterIndex(model)

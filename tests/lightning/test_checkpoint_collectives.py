@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_mfsdp import MFSDPStrategy, sharded_parameters
+from lightning_mfsdp.base.tree import Tree
 from lightning_mfsdp.callbacks import ShardedEMA
 from tests.engine.test_collective_counts import Dispatched
 from tests.helpers.distributed import run_distributed
@@ -33,7 +34,7 @@ def code_of(function: Any) -> CodeType:
     return found
 
 
-# Everything of torch.distributed that pickles, sends and unpickles.
+# Everything of torch.distributed that pickles, sends and unpickles; and what goes over connections of our own.
 OBJECT_COLLECTIVES = {
     code_of(function): function.__name__
     for function in (
@@ -43,34 +44,39 @@ OBJECT_COLLECTIVES = {
         dist.recv_object_list,
         dist.scatter_object_list,
         dist.send_object_list,
+        Tree.bytes_to_first,
+        Tree.bytes_from_first,
+        Tree.bytes_for_each,
     )
 }
 # Through these two goes each object they send or receive.
 PICKLING = {code_of(getattr(dist.distributed_c10d, name)) for name in ("_object_to_tensor", "_tensor_to_object")}
 
-# Who sends objects, and what for. PyTorch's plans name all tensors, in one object for each rank.
+# Who sends objects, and what for. What a rank has written names tensors, in one object for each rank.
 PURPOSES = {
     "saving": {
         "communication.broadcast": "rank 0's path",
-        "checkpointing._with_continuation": "every rank's random and loader states",
+        "rank_states.shared_rank_states": "how long every rank's random and loader states are, and so where each writes them",
         "state_dict.rows_by_name": "names of values whose rows nobody knows, which all ranks refuse together",
         "full_state.with_whole_tensors": "which sharded tensors hooks have put beside the states, since all ranks gather these",
         "lightning_io.packed": "whether rank 0 could pickle what goes into meta.pt",
         "location.saving": "whether rank 0 could make room, and put the new checkpoint in place",
         "shared_folder.see_on_all": "whether every rank sees where it will write",
-        "lightning_io.write": "PyTorch's plans and results of writing; whether meta.pt was written",
+        "saving.save_together": "who writes what several have, and where all was written; whether rank 0 could write the table of that",
+        "lightning_io.write": "whether meta.pt was written",
     },
     "loading": {
         "checkpointing.load_checkpoint": "the path, which all ranks must have been given",
         "location.finish_interrupted_save": "whether rank 0 had to finish an exchange that was interrupted",
-        "directory.open": "what is wrong with the files, as every rank sees them",
+        "directory.open": "the table of contents, and what is wrong with the files, as every host sees them",
         "lightning_io.open": "whether any rank could not read meta.pt",
         "lightning_io._agree": "that on_load_checkpoint has left the same entries on all ranks",
         "state_dict.rows_by_name": "as above, of the model that is loaded into",
         "lightning_io._check": "whether an optimizer does not fit on any rank, before weights are read",
         "lightning_io.load_optimizers": "the same when its state is read",
         "on_disk.run": "whether any rank has something to read",
-        "directory._read": "PyTorch's plan for all rows of the model, then of optimizers, and whether all were read",
+        "directory.fetched": "where the parts of tensors lie that each rank reads",
+        "directory._read": "whether all ranks know what to read of the model, then of optimizers, and whether all was read",
     },
 }
 
@@ -101,7 +107,7 @@ def asker(frame: FrameType) -> str:
     """The function of this package that wanted it, seen through the helpers that all use."""
     for above in frames_from(frame):
         file = above.f_code.co_filename
-        if "/lightning_mfsdp/" in file and not file.endswith(("/ranks.py", "contextlib.py")):
+        if "/lightning_mfsdp/" in file and not file.endswith(("/io/ranks.py", "/tree.py", "contextlib.py")):
             return f"{Path(file).stem}.{above.f_code.co_name}"
     return "somebody else"
 

@@ -86,7 +86,7 @@ class Others(Ranks):
         super().__init__(sees_within=AT_ONCE)
         self.views = views
 
-    def gather(self, item: Any) -> list[Any]:
+    def to_first(self, item: Any) -> list[Any]:
         return [item, *self.views]
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from lightning_mfsdp.launch import children
-from lightning_mfsdp.launch.children import call_in_children
+from lightning_mfsdp.base import children
+from lightning_mfsdp.base.children import call_in_children
 from lightning_mfsdp.launch.peers import Peers
 from lightning_mfsdp.launch.relay import Line
 from lightning_mfsdp.launch.second_sigterm import SecondSigterm

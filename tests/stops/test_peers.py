@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 
 import pytest
 
+from lightning_mfsdp.base import sockets as of_sockets
+from lightning_mfsdp.base.tree import RANKS, tree_of_all_ranks
 from lightning_mfsdp.launch import peers as of_peers
 from lightning_mfsdp.launch import relay as of_relay
 from lightning_mfsdp.launch.peers import Peers
@@ -296,13 +298,13 @@ def started_relay(rank: int, world_size: int, boots: list[str]) -> list[Any]:
         started.extend([*args, is_reachable])
         return start(*args, is_reachable=is_reachable)
 
-    patch = pytest.MonkeyPatch()
+    patch, tree = pytest.MonkeyPatch(), tree_of_all_ranks(RANKS)
     with patch.context() as patched:
         patched.setattr(of_peers.relay, "start", noted)
-        patched.setattr(of_peers.socket, "gethostname", lambda: "node")
-        patched.setattr(of_peers.Path, "read_text", lambda _: boots[rank])
+        patched.setattr(of_sockets.socket, "gethostname", lambda: "node")
+        patched.setattr(of_sockets.Path, "read_text", lambda _: boots[rank])
         patched.setattr(of_peers, "addresses_of_host", lambda: ["127.0.0.1"])  # this machine has one network
-        connected = Peers.connected()
+        connected = Peers.connected(tree)
     assert connected is not None
     connected.close()
     return started
@@ -323,11 +325,11 @@ def test_equal_host_names_are_one_machine_only_with_one_boot(boots: list[str], r
 def without_relay(rank: int, world_size: int, executable: str | None) -> list[str]:
     """What rank 0 logs."""
     logged: list[str] = []
-    patch = pytest.MonkeyPatch()
+    patch, tree = pytest.MonkeyPatch(), tree_of_all_ranks(RANKS)
     with patch.context() as patched:
         patched.setattr(of_relay.sys, "executable", executable)
         patched.setattr(of_peers._log, "warning", logged.append)
-        assert Peers.connected() is None
+        assert Peers.connected(tree) is None
     return logged
 
 
@@ -340,12 +342,12 @@ def test_a_host_that_cannot_start_a_relay_has_no_channel(executable: str) -> Non
 
 def beyond_reach(rank: int, world_size: int) -> list[str]:
     logged: list[str] = []
-    patch = pytest.MonkeyPatch()
+    patch, tree = pytest.MonkeyPatch(), tree_of_all_ranks(RANKS)
     with patch.context() as patched:
         patched.setattr(of_peers, "network_of_host", lambda: (f"node{rank // 2}",))
         patched.setattr(of_peers, "addresses_of_host", lambda: ["127.0.0.2:no address"])
         patched.setattr(of_peers._log, "warning", logged.append)
-        assert Peers.connected() is None
+        assert Peers.connected(tree) is None
     return logged
 
 

@@ -22,12 +22,11 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import IO, Any
 
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 
 from lightning_mfsdp.checkpoint.io.ranks import Ranks, reason_of
-from lightning_mfsdp.checkpoint.io.read import Reader, file_problems
+from lightning_mfsdp.checkpoint.io.read import Reader, file_problems, sizes_needed
 from lightning_mfsdp.checkpoint.io.shared_folder import (
     NotSharedError,
     View,
@@ -67,7 +66,7 @@ class Place:
     Attributes:
         path: An empty directory, or a file that does not exist yet.
         token: Name of a file in the directory that all ranks look for, if there are several.
-        views: What they saw.
+        views: What they saw, on rank 0.
     """
 
     path: str
@@ -200,8 +199,7 @@ class Location(ABC):
         place = self._seen_by_all(ranks.first(f"preparing to save {self}", prepare), ranks)
         try:
             yield place
-        # Raised on all ranks: the writers ensure that. PyTorch's own error is not an Exception.
-        except (Exception, CheckpointException) as error:
+        except Exception as error:  # raised on all ranks: the writers ensure that
             ranks.first(f"cleaning up after a failed save of {self}", self.abandon)
             raise RuntimeError(
                 f"saving {self} failed, and an earlier checkpoint there is unchanged: {reason_of(error)}. "
@@ -228,10 +226,11 @@ class Location(ABC):
             NotSharedError: It does not see it.
         """
         problems: dict[str, str] = {}
+        needed = sizes_needed(metadata)
 
         def look() -> str:
             nonlocal problems
-            problems = file_problems(self.sizes(place.path), metadata)
+            problems = file_problems(self.sizes(place.path), needed)
             return "; ".join(list(problems.values())[:3])
 
         problem, _ = see_until(look, ranks.sees_within.total_seconds())

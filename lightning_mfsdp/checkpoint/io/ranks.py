@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from itertools import islice
+from typing import TypeVar, cast
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_mfsdp.base import compat
-from lightning_mfsdp.base.errors import CollectiveError
-from lightning_mfsdp.base.kept_groups import kept
+from lightning_mfsdp.base.sockets import network_of_host
+from lightning_mfsdp.base.tree import RANKS, SAVES, Tree, tree_of_all_ranks
 
-__all__ = ["SEEN_WITHIN", "Ranks", "on_all_ranks", "on_hosts", "reason_of", "root_of", "same_on_all"]
+__all__ = [
+    "SEEN_WITHIN",
+    "FailedRanksError",
+    "Ranks",
+    "on_all_ranks",
+    "on_hosts",
+    "reason_of",
+    "root_of",
+    "same_on_all",
+]
 
 T = TypeVar("T")
+V = TypeVar("V")
 
 # How long a rank may take to see what another one has written, if nothing else was set.
 SEEN_WITHIN = timedelta(seconds=30)
-# No write takes this long. A rank that has died is detected at once, by its broken connections.
-_PATIENCE = timedelta(days=7)
 _SHOWN = 3  # in messages
+_MOST_PROBLEMS = 8  # that all ranks are told of
 
 
 def root_of(error: BaseException) -> BaseException:
@@ -36,12 +46,21 @@ def root_of(error: BaseException) -> BaseException:
     return error
 
 
+class FailedRanksError(RuntimeError):
+    """Something failed on some ranks, and therefore on all.
+
+    Attributes:
+        failures: Class and text of the error, by rank.
+    """
+
+    def __init__(self, failures: Mapping[int, tuple[str, str]]) -> None:
+        super().__init__("; ".join(f"rank {rank}: {kind}: {text}" for rank, (kind, text) in list(failures.items())[:4]))
+        self.failures = failures
+
+
 def reason_of(error: BaseException) -> str:
-    """What happened, on one line; of errors that torch.distributed.checkpoint collected, on which ranks."""
-    if not isinstance(error, CheckpointException):
-        return f"{type(error).__name__}: {error}"
-    failures = list(error.failures.items())
-    return "; ".join(f"rank {rank}: {type(cause[0]).__name__}: {cause[0]}" for rank, cause in failures[:4])
+    """What happened, on one line."""
+    return str(error) if isinstance(error, FailedRanksError) else f"{type(error).__name__}: {error}"
 
 
 @contextmanager
@@ -58,11 +77,10 @@ def on_all_ranks(doing: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        ranks.gather(f"{type(error).__name__}: {error}")
+        ranks.problems(f"{type(error).__name__}: {error}")
         raise
-    for rank, problem in enumerate(ranks.gather("")):
-        if problem:
-            raise RuntimeError(f"{doing}: rank {rank} failed, so all do: {problem}")
+    for rank, problem in ranks.problems("").items():
+        raise RuntimeError(f"{doing}: rank {rank} failed, so all do: {problem}")
 
 
 def on_hosts(numbers: Sequence[int], hosts: Sequence[str]) -> str:
@@ -81,54 +99,79 @@ def _numbered(ranks: Sequence[int]) -> str:
 
 
 class Ranks:
-    """All ranks, through the default process group or another one that holds all of them; or this process alone.
+    """All ranks of the default process group, or this process alone. What they exchange goes through rank 0, over a tree of connections.
 
     Args:
-        group: For communication from another thread, which must not mix with that of training. `None`: the default group.
         sees_within: How long each may take to see in a folder what another one has written there.
+        tree: Their connections; `None`: those for the thread that trains.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, sees_within: timedelta = SEEN_WITHIN) -> None:
-        self.group = group
+    def __init__(self, sees_within: timedelta = SEEN_WITHIN, tree: Tree | None = None) -> None:
         self.sees_within = sees_within
-        self.size = dist.get_world_size() if dist.is_initialized() else 1
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self._tree = tree or _tree(RANKS)
+        self.size, self.rank = self._tree.size, self._tree.rank
 
     @classmethod
     def patient(cls, sees_within: timedelta = SEEN_WITHIN) -> Ranks:
-        """All ranks, through a separate group over host memory, in which they wait as long as one of them writes. Collective.
+        """All ranks, over connections of their own: they wait as long as one of them writes, perhaps in another thread. Collective."""
+        return cls(sees_within, _tree(SAVES))
 
-        The default group times out, and with NCCL ends the process, when a collective takes longer than its timeout.
+    @classmethod
+    def alone(cls) -> Ranks:
+        """This process, whatever others there are."""
+        return cls(tree=Tree.alone())
+
+    def to_first(self, item: T) -> list[T] | None:
+        """What every rank has, by rank, on rank 0; `None` on the others."""
+        return self._tree.to_first(item)
+
+    def for_each(self, items: Sequence[T] | None) -> T:
+        """Of what rank 0 has for every rank, by rank, that for this one."""
+        return self._tree.for_each(items)
+
+    def decide(self, item: T, judge: Callable[[list[T]], V]) -> V:
+        """What rank 0 concludes from what every rank has, on all ranks.
+
+        Args:
+            item: What this one has.
+            judge: Is given those of all, by rank.
         """
-        if not dist.is_initialized():
-            return cls(sees_within=sees_within)
-        return cls(kept("saves", lambda: compat.new_group(backend="gloo", timeout=_PATIENCE)), sees_within)
+        items = self.to_first(item)
+        return self.first("comparing ranks", lambda: judge(items or []))
 
-    @contextmanager
-    def joining(self) -> Iterator[None]:
-        """Around communication of all ranks.
+    def together(self, action: Callable[[], T]) -> T:
+        """Run something on every rank.
+
+        Returns:
+            Its result here.
 
         Raises:
-            CollectiveError: Another rank did not join it.
+            FailedRanksError: On all ranks, if it failed on any; there from its error.
         """
+        value, problem = None, ("", "")
+        cause: Exception | None = None
         try:
-            yield
-        except Exception as error:
-            if not compat.is_lost_connection(error):
-                raise
-            raise CollectiveError(
-                f"rank {self.rank}: a save or load of all ranks failed, because another rank is gone or does something else. Look for the "
-                "first error in the output of the others"
-            ) from error
+            value = action()
+        except Exception as error:  # whatever it is, the other ranks must be notified
+            cause, problem = error, (type(error).__name__, str(error))
+        failures = self.decide(problem, _failures)
+        if failures:
+            raise FailedRanksError(failures) from cause
+        return cast(T, value)
 
-    def gather(self, item: T) -> list[T]:
-        """What every rank has, by rank."""
-        if self.size == 1:
-            return [item]
-        everyones: list[Any] = [None] * self.size
-        with self.joining():
-            dist.all_gather_object(everyones, item, group=self.group)
-        return everyones
+    def is_first_on_host(self) -> bool:
+        """Whether this is the first of the ranks that see the same files. Collective."""
+        hosts = self.to_first(_view_of_files())
+        return self.for_each(None if hosts is None else _are_first(hosts))
+
+    def share(self, item: T, *, wanted: bool) -> T | None:
+        """What rank 0 passes, on the ranks that want it; `None` on the others."""
+        wishes = self.to_first(wanted)
+        return self.for_each(None if wishes is None else [item if wish else None for wish in wishes])
+
+    def problems(self, problem: T) -> dict[int, T]:
+        """What is not empty of what the ranks pass, by rank, the first few; the same on all ranks."""
+        return self.decide(problem, _first_problems)
 
     def first(self, doing: str, action: Callable[[], T]) -> T:
         """Run something on rank 0 alone.
@@ -139,21 +182,47 @@ class Ranks:
         Raises:
             RuntimeError: On all ranks, if it failed; on rank 0 from its error.
         """
-        result: list[Any] = [None, ""]
+        value, problem = None, ""
         cause: Exception | None = None
         if self.rank == 0:
             try:
-                result[0] = action()
+                value = action()
             except Exception as error:  # whatever it is, the other ranks must be notified
                 root = root_of(error)
-                cause, result[1] = error, f"{type(root).__name__}: {root}"
-        if self.size > 1:
-            with self.joining():
-                dist.broadcast_object_list(result, src=0, group=self.group)
-        if result[1]:
-            raise RuntimeError(f"{doing}: rank 0 failed with {result[1]}") from cause
-        value: T = result[0]
-        return value
+                cause, problem = error, f"{type(root).__name__}: {root}"
+        value, problem = self._tree.from_first((value, problem))
+        if problem:
+            raise RuntimeError(f"{doing}: rank 0 failed with {problem}") from cause
+        return cast(T, value)
+
+
+def _tree(name: str) -> Tree:
+    """That of all ranks; of this process where there are no others, or where the fake backend simulates them."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    is_alone = world is None or world.size() == 1 or not compat.carries_data(world)
+    return Tree.alone() if is_alone else tree_of_all_ranks(name)
+
+
+def _view_of_files() -> tuple[str, ...]:
+    """Equal for processes that see the same files: of one host, in one namespace of mounts."""
+    try:
+        return (*network_of_host(), os.readlink("/proc/self/ns/mnt"))
+    except OSError:  # not on every system
+        return network_of_host()
+
+
+def _are_first(hosts: list[tuple[str, ...]]) -> list[bool]:
+    seen: set[tuple[str, ...]] = set()
+    return [host not in seen and not seen.add(host) for host in hosts]  # type: ignore[func-returns-value]
+
+
+def _failures(problems: list[tuple[str, str]]) -> dict[int, tuple[str, str]]:
+    failed = ((rank, problem) for rank, problem in enumerate(problems) if problem[0])
+    return dict(islice(failed, _MOST_PROBLEMS))
+
+
+def _first_problems(problems: list[T]) -> dict[int, T]:
+    return dict(islice(((rank, problem) for rank, problem in enumerate(problems) if problem), _MOST_PROBLEMS))
 
 
 def same_on_all(what: str, path: str | None, ranks: Ranks) -> None:
@@ -167,14 +236,20 @@ def same_on_all(what: str, path: str | None, ranks: Ranks) -> None:
     Raises:
         ValueError: On all ranks, if they differ; names ranks, hosts and values.
     """
-    paths = ranks.gather((path, socket.gethostname()))
-    by_path: dict[str | None, list[int]] = {}
-    for rank, (value, _) in enumerate(paths):
-        by_path.setdefault(value, []).append(rank)
-    if len(by_path) > 1:
-        hosts = [host for _, host in paths]
-        values = "; ".join(f"{value!r} on {on_hosts(some, hosts)}" for value, some in list(by_path.items())[:_SHOWN])
+    values = ranks.decide((path, socket.gethostname()), _differing)
+    if values:
         raise ValueError(
             f"{what} differs between ranks, so nothing was read: {values}. All ranks load the same checkpoint, or none does. A file that "
             "exists on one node alone is no basis for it: let rank 0 decide for all, or store it where every node sees it"
         )
+
+
+def _differing(paths: list[tuple[str | None, str]]) -> str:
+    """Which ranks have which of several paths; empty if all have the same."""
+    by_path: dict[str | None, list[int]] = {}
+    for rank, (value, _) in enumerate(paths):
+        by_path.setdefault(value, []).append(rank)
+    if len(by_path) == 1:
+        return ""
+    hosts = [host for _, host in paths]
+    return "; ".join(f"{value!r} on {on_hosts(some, hosts)}" for value, some in list(by_path.items())[:_SHOWN])

@@ -38,6 +38,7 @@ __all__ = [
     "Reader",
     "file_problems",
     "name_of",
+    "sizes_needed",
     "strange_piece",
 ]
 
@@ -192,16 +193,21 @@ class CountingLoadPlanner(DefaultLoadPlanner):
         return math.prod(item.lengths) * properties.dtype.itemsize if properties is not None else 0
 
 
-def file_problems(present: Mapping[str, int], metadata: Metadata) -> dict[str, str]:
-    """Files that the table of contents names and that are missing or too short: a sentence for each, by name.
-
-    Args:
-        present: Sizes of the existing files.
-        metadata: The table of contents.
-    """
+def sizes_needed(metadata: Metadata) -> dict[str, int]:
+    """The files that a table of contents names, and how many bytes each has at least."""
     needed: dict[str, int] = {}
     for item in (metadata.storage_data or {}).values():
         needed[item.relative_path] = max(needed.get(item.relative_path, 0), item.offset + item.length)
+    return needed
+
+
+def file_problems(present: Mapping[str, int], needed: Mapping[str, int]) -> dict[str, str]:
+    """Files that are missing or too short: a sentence for each, by name.
+
+    Args:
+        present: Sizes of the existing files.
+        needed: Sizes that they have at least.
+    """
     problems = {}
     for name, size in sorted(needed.items()):
         if name not in present:

@@ -97,7 +97,7 @@ def see_on_all(folder: str, token: str, names: Callable[[], Collection[str]], ra
         what: What does not happen without it, for the message.
 
     Returns:
-        What each rank saw, by rank.
+        What each rank saw, by rank, on rank 0; nothing on the others.
 
     Raises:
         NotSharedError: On all ranks, if one does not see it; names nodes and the path.
@@ -110,15 +110,21 @@ def see_on_all(folder: str, token: str, names: Callable[[], Collection[str]], ra
             return f"{type(error).__name__}: {error}"
 
     problem, waited_s = see_until(look, ranks.sees_within.total_seconds())
-    views = ranks.gather(View(socket.gethostname(), problem, waited_s))
-    blind = [rank for rank, view in enumerate(views) if view.problem]
+    views = ranks.to_first(View(socket.gethostname(), problem, waited_s)) or []
+    blind, first_host, reason = ranks.first(f"comparing what ranks see in {folder}", lambda: _blind(views))
     if blind:
         raise NotSharedError(
-            f"{what}: {_on(blind, views)} did not see within {ranks.sees_within.total_seconds():g} s what rank 0 on "
-            f"{views[0].host} put into {folder} ({views[blind[0]].problem}). Every node writes its part there: mount the same "
-            "storage at that path on all, choose another path, or raise shared_folder_timeout if it shows new names later"
+            f"{what}: {blind} did not see within {ranks.sees_within.total_seconds():g} s what rank 0 on {first_host} put into {folder} "
+            f"({reason}). Every node writes its part there: mount the same storage at that path on all, choose another path, or raise "
+            "shared_folder_timeout if it shows new names later"
         )
     return views
+
+
+def _blind(views: Sequence[View]) -> tuple[str, str, str]:
+    """Ranks that did not see it, with hosts, and empty if all did; the host of rank 0; and why the first of them did not."""
+    blind = [rank for rank, view in enumerate(views) if view.problem]
+    return (_on(blind, views), views[0].host, views[blind[0]].problem) if blind else ("", views[0].host, "")
 
 
 def warn_if_late(folder: object, views: Sequence[View], ranks: Ranks) -> None:

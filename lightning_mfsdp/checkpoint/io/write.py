@@ -19,7 +19,7 @@ from typing_extensions import override
 from lightning_mfsdp.base.progress import ByteCount, Progress
 from lightning_mfsdp.checkpoint.io.ranks import root_of
 
-__all__ = ["COPY_AHEAD_BYTES", "CountingFile", "CountingSavePlanner", "Writer", "tensor_bytes"]
+__all__ = ["COPY_AHEAD_BYTES", "CountingFile", "CountingSavePlanner", "Writer", "item_bytes", "tensor_bytes"]
 
 # How much is copied from a GPU while the previous copy is written.
 COPY_AHEAD_BYTES = 64 * 2**20
@@ -63,7 +63,7 @@ def _batches(items: Sequence[WriteItem], most_bytes: int) -> list[list[WriteItem
     batches: list[list[WriteItem]] = [[]]
     size = 0
     for item in items:
-        added = _item_bytes(item)
+        added = item_bytes(item)
         if batches[-1] and size + added > most_bytes:
             batches.append([])
             size = 0
@@ -83,14 +83,14 @@ class CountingSavePlanner(DefaultSavePlanner):
     @override
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         plan = super().finish_plan(new_plan)
-        self._written = ByteCount(self._progress, sum(map(_item_bytes, plan.items)))
+        self._written = ByteCount(self._progress, sum(map(item_bytes, plan.items)))
         self._written.add(0)
         return plan
 
     @override
     def resolve_data(self, write_item: WriteItem) -> Any:
         data = super().resolve_data(write_item)
-        self._written.add(_item_bytes(write_item))
+        self._written.add(item_bytes(write_item))
         return data
 
 
@@ -122,7 +122,7 @@ def tensor_bytes(content: Any) -> int:
     return sum(map(tensor_bytes, content)) if isinstance(content, (list, tuple)) else 0
 
 
-def _item_bytes(item: WriteItem) -> int:
+def item_bytes(item: WriteItem) -> int:
     """Bytes of a tensor; other objects count as zero."""
     if item.tensor_data is None:
         return 0

@@ -248,7 +248,7 @@ def _sharded_source(path: Location, weights_only: bool | None) -> tuple[_Describ
     flat_names: dict[str, str] = {}
     for flat_name, (name, *inside) in directory.paths("model").items():
         entry = directory.entry(flat_name)
-        described[str(name)] = None if inside or entry is None else (entry.size, entry.properties.dtype)
+        described[str(name)] = None if inside else entry
         flat_names[str(name)] = flat_name
     tied = path.read_file(META_FILE, weights_only).get(TIED_WEIGHTS, {})
     described.update({name: first for name, first in tied.items() if name in described and first in described})

@@ -93,13 +93,13 @@ def with_whole_tensors(content: Mapping[str, Any], ranks: Ranks) -> dict[str, An
         RuntimeError: On all ranks: they have put different ones there.
     """
     paths = [path for path, value in leaves_in(content) if isinstance(value, DTensor)]
-    first, *rest = ranks.gather(paths)
-    for rank, others in enumerate(rest, start=1):
-        if others != first:
-            raise RuntimeError(
-                f"saving a checkpoint: rank {rank} has put the sharded tensors {others[:8]} into it, and rank 0 {first[:8]}; whole tensors "
-                "are gathered from all ranks; put the same ones there on all of them (on_save_checkpoint runs on all)"
-            )
+    other = ranks.decide(paths, _first_other)
+    if other is not None:
+        rank, theirs, of_first = other
+        raise RuntimeError(
+            f"saving a checkpoint: rank {rank} has put the sharded tensors {theirs} into it, and rank 0 {of_first}; whole tensors "
+            "are gathered from all ranks; put the same ones there on all of them (on_save_checkpoint runs on all)"
+        )
 
     def whole(value: Tensor) -> Tensor:
         if not isinstance(value, DTensor):
@@ -108,6 +108,12 @@ def with_whole_tensors(content: Mapping[str, Any], ranks: Ranks) -> dict[str, An
         return tensor.detach().cpu() if ranks.rank == 0 else value
 
     return {key: map_tensors(whole, value) for key, value in content.items()}
+
+
+def _first_other(paths: list[list[Any]]) -> tuple[int, list[Any], list[Any]] | None:
+    """The first rank whose paths are not those of rank 0, a few of its paths, and of those of rank 0."""
+    rank = next((rank for rank, theirs in enumerate(paths) if theirs != paths[0]), None)
+    return None if rank is None else (rank, paths[rank][:8], paths[0][:8])
 
 
 def full_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any]:
@@ -177,11 +183,19 @@ def _described(state: Mapping[str, Any], view: ParameterView | None) -> dict[str
 
 def _agreed(described: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The union of what ranks have, in an order that all share."""
-    everyones: list[list[dict[str, Any]]] = [described]
-    if dist.is_initialized():
-        everyones = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyones, described)
-    merged: list[dict[str, Any]] = [{} for _ in described]
+    merged, problems = Ranks().decide(described, _merged)
+    if problems:
+        raise ValueError(
+            "optimizer state in a full checkpoint: expected plain tensors shaped like their parameters, or single numbers, got "
+            f'{problems[0]} (of {len(problems)}). Use state_dict_type="sharded" if it is the same on all ranks, train with '
+            'sharding="no_shard" and without a tensor axis, where every rank has all rows, or save weights only'
+        )
+    return merged
+
+
+def _merged(everyones: list[list[dict[str, Any]]]) -> tuple[list[dict[str, Any]], list[str]]:
+    """The union, and what cannot be in a full checkpoint."""
+    merged: list[dict[str, Any]] = [{} for _ in everyones[0]]
     for theirs in everyones:
         for parts, their_parts in zip(merged, theirs, strict=True):
             for key, part in their_parts.items():
@@ -196,13 +210,7 @@ def _agreed(described: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for key, part in parts.items()
         if isinstance(part, _OnEveryRank) and any(key not in theirs[number] for theirs in everyones)
     ]
-    if problems:
-        raise ValueError(
-            "optimizer state in a full checkpoint: expected plain tensors shaped like their parameters, or single numbers, got "
-            f'{problems[0]} (of {len(problems)}). Use state_dict_type="sharded" if it is the same on all ranks, train with '
-            'sharding="no_shard" and without a tensor axis, where every rank has all rows, or save weights only'
-        )
-    return merged
+    return merged, problems
 
 
 def _gathered(rows: Any, dtype: torch.dtype, view: ParameterView) -> Tensor:

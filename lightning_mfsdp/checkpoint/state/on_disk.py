@@ -23,6 +23,8 @@ from lightning_mfsdp.base.progress import Progress
 from lightning_mfsdp.base.stand_in import StandIn
 from lightning_mfsdp.checkpoint.io.directory import Directory
 from lightning_mfsdp.checkpoint.io.ranks import Ranks
+from lightning_mfsdp.checkpoint.state.dcp_shard import DcpShard
+from lightning_mfsdp.engine.internals import Piece
 
 __all__ = ["Reads", "StoredOptimizer", "StoredState", "TensorOnDisk", "UnreadObject", "tensors_under"]
 
@@ -40,9 +42,15 @@ class TensorOnDisk(StandIn):
         entry = directory.entry(name)
         if entry is None:
             return None
-        tensor: TensorOnDisk = cls.shaped(entry.size, entry.properties.dtype)
+        tensor: TensorOnDisk = cls.shaped(*entry)
         tensor._directory, tensor._name, tensor._whole = directory, name, None
         return tensor
+
+    def rows(self, rows: range, ranks: Ranks) -> Tensor:
+        """Some rows of it, on the CPU. All of `ranks` call it, each for rows of its own."""
+        part = torch.empty(len(rows), *self.shape[1:], dtype=self.dtype, device="cpu")
+        self._directory.read_rows(self._name, DcpShard.of(part, Piece(shape=self.shape, rows=rows)), ranks)
+        return part
 
     @property
     def is_read(self) -> bool:
@@ -121,7 +129,7 @@ class Reads:
         """Read everything. All ranks call it; what each of them reads may differ."""
         if self._directory is None:
             return
-        for number in range(max(Ranks().gather(len(self._rounds)))):
+        for number in range(Ranks().decide(len(self._rounds), max)):
             self._directory.read(self._rounds[number] if number < len(self._rounds) else {}, progress)
 
 

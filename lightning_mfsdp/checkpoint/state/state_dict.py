@@ -37,10 +37,7 @@ def rows_by_name(state: Mapping[str, Any], index: ParameterIndex, doing: str) ->
     """
     rows = {name: index.rows_of(value) for name, value in state.items()}
     unknown = [name for name, value in rows.items() if value is None and state[name] is not None]
-    if dist.is_initialized():
-        everyones: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyones, unknown)
-        unknown = list(dict.fromkeys(name for names in everyones for name in names))
+    unknown = list(dict.fromkeys(name for names in Ranks().problems(unknown).values() for name in names))
     if unknown:
         raise RuntimeError(
             f"{doing}: {', '.join(unknown[:8])} (of {len(unknown)}) in the state dict are DTensors of no sharded parameter, so their rows "

@@ -22,6 +22,7 @@ from lightning_mfsdp.checkpoint.io.local import part_of, put_in_place, remove
 from lightning_mfsdp.checkpoint.io.location import META_FILE, MODULE_VERSIONS, TIED_WEIGHTS, beside
 from lightning_mfsdp.checkpoint.io.trust import CheckpointError
 from lightning_mfsdp.checkpoint.io.write import Writer
+from lightning_mfsdp.checkpoint.state.rank_states import RankStates
 from lightning_mfsdp.checkpoint.tools.leaves import (
     LIGHTNING_VERSION,
     ChunkedTensor,
@@ -195,6 +196,7 @@ class _Assembly:
 
 def _completed(rest: dict[str, Any]) -> dict[str, Any]:
     """What the Trainer needs to start; counts and schedules start from zero if Lightning did not write the checkpoint."""
+    rest = {key: list(value) if isinstance(value, RankStates) else value for key, value in rest.items()}
     if LIGHTNING_VERSION in rest:
         return rest
     return {**rest, LIGHTNING_VERSION: version("lightning"), "epoch": 0, "global_step": 0, "lr_schedulers": []}

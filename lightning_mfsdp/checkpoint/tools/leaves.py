@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -294,6 +295,15 @@ class StoredTensor(ChunkedTensor):
         """Where each piece is in the whole tensor."""
         return self.entry.chunks
 
+    @cached_property
+    def _sizes(self) -> dict[tuple[int, ...], tuple[int, ...]]:
+        """Of each chunk, by its offsets."""
+        return {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in self.chunks}
+
+    def rows_of_one_save(self, rows: range, _: object = None) -> Tensor:
+        """The chunk that was written of these rows."""
+        return self.read(torch.Size([rows.start, *[0] * (len(self.shape) - 1)]))
+
     def index(self, chunk: ChunkStorageMetadata) -> MetadataIndex:
         """The index under which the checkpoint stores a chunk."""
         return MetadataIndex(self.key, chunk.offsets)
@@ -309,7 +319,7 @@ class StoredTensor(ChunkedTensor):
 
     def checked(self, index: MetadataIndex, value: Any) -> Tensor:
         """`value`, if it matches the table of contents for that chunk."""
-        expected = next(tuple(chunk.sizes) for chunk in self.chunks if torch.Size(chunk.offsets) == index.offset)
+        expected = self._sizes[tuple(index.offset or ())]
         got = (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else type(value).__name__
         if not isinstance(value, Tensor) or got != (expected, self.dtype):
             raise CheckpointError(

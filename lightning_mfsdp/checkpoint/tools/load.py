@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_mfsdp.checkpoint.io.trust import CheckpointError, is_trusted
+from lightning_mfsdp.checkpoint.state.rank_states import RankStates
 from lightning_mfsdp.checkpoint.state.translation import Translation
 from lightning_mfsdp.checkpoint.tools.leaves import load_file, state_dict_of
 from lightning_mfsdp.checkpoint.tools.parts import read_parts, value_of
@@ -52,7 +53,8 @@ def load_checkpoint(
     names = translation.model(place, first_names)
     tensors = {name: value_of(parts.model[name]) for name in dict.fromkeys(names.values())}
     model = {new: tensors[name] for new, name in names.items()}
-    checkpoint = {**parts.rest, "state_dict": state_dict_of(model, parts.versions)}
+    rest = {key: list(value) if isinstance(value, RankStates) else value for key, value in parts.rest.items()}
+    checkpoint = {**rest, "state_dict": state_dict_of(model, parts.versions)}
     if optimizers and parts.optimizers:
         checkpoint["optimizer_states"] = [optimizer.by_number(value_of) for optimizer in parts.optimizers]
     return checkpoint

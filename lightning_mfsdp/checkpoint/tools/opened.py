@@ -7,12 +7,14 @@ from pathlib import Path
 
 from lightning_mfsdp.checkpoint.io.location import META_FILE, MODULE_VERSIONS, TIED_WEIGHTS
 from lightning_mfsdp.checkpoint.io.trust import CheckpointError
+from lightning_mfsdp.checkpoint.state.rank_states import RANK_BYTES, RANK_INDEX, RANK_STATES, RankStates
 from lightning_mfsdp.checkpoint.tools.deepspeed import open_deepspeed
 from lightning_mfsdp.checkpoint.tools.deepspeed_files import is_deepspeed
 from lightning_mfsdp.checkpoint.tools.leaves import (
     LIGHTNING_VERSION,
     OpenedCheckpoint,
     StoredCheckpoint,
+    StoredTensor,
     check_table_of_contents,
     leaves_of_file,
     load_file,
@@ -41,8 +43,13 @@ def open_checkpoint(path: Path, *, trust: bool = False) -> OpenedCheckpoint:
                 )
         tied = rest.pop(TIED_WEIGHTS, {})
         versions = rest.pop(MODULE_VERSIONS, {}).get("model")
+        leaves = stored.leaves
+        of_ranks = leaves.pop((RANK_STATES, RANK_BYTES), None)
+        if RANK_INDEX in rest and isinstance(of_ranks, StoredTensor):
+            of_all = RankStates(of_ranks.rows_of_one_save, rest[RANK_INDEX], weights_only=not trust)
+            rest = dict((RANK_STATES, of_all) if key == RANK_INDEX else (key, value) for key, value in rest.items())
         return OpenedCheckpoint(
-            leaves=stored.leaves,
+            leaves=leaves,
             rest=rest,
             tied=tied,
             versions=versions,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lightning_mfsdp.checkpoint.io.local import LocalLocation
-from lightning_mfsdp.checkpoint.io.read import file_problems
+from lightning_mfsdp.checkpoint.io.read import file_problems, sizes_needed
 from lightning_mfsdp.checkpoint.io.trust import CheckpointError
 from lightning_mfsdp.checkpoint.tools.leaves import (
     LIGHTNING_VERSION,
@@ -119,7 +119,7 @@ def summarize(path: Path, *, trust: bool = False, largest: int = 10) -> Summary:
         others.remove(LIGHTNING_VERSION)
     writers = None
     if opened.metadata is not None:
-        if problems := list(file_problems(LocalLocation(path).sizes(), opened.metadata).values()):
+        if problems := list(file_problems(LocalLocation(path).sizes(), sizes_needed(opened.metadata)).values()):
             more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
             raise CheckpointError(
                 f"{path} is incomplete: {'; '.join(problems[:8])}{more}. Copy files from where they were written, or use another checkpoint"

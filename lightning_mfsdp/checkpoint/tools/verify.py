@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_mfsdp.base.progress import ByteCount, Progress
 from lightning_mfsdp.checkpoint.io.local import LocalLocation
 from lightning_mfsdp.checkpoint.io.location import META_FILE
-from lightning_mfsdp.checkpoint.io.read import file_problems
+from lightning_mfsdp.checkpoint.io.read import file_problems, sizes_needed
 from lightning_mfsdp.checkpoint.io.trust import CheckpointError
 from lightning_mfsdp.checkpoint.tools.leaves import (
     StoredCheckpoint,
@@ -93,7 +93,7 @@ def _verify_directory(path: Path, fast: bool, trust: bool, progress: Progress | 
     except CheckpointError as error:
         verification.problems.append(str(error))
         return verification
-    files = file_problems(LocalLocation(path).sizes(), stored.metadata)
+    files = file_problems(LocalLocation(path).sizes(), sizes_needed(stored.metadata))
     verification.problems += files.values()
     for leaf_path, leaf in stored.leaves.items():
         if isinstance(leaf, StoredTensor):

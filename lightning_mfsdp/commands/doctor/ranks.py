@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from lightning_mfsdp.base.compat import Store
+from lightning_mfsdp.base.sockets import addresses_of_host, network_of_host
 from lightning_mfsdp.base.tables import number_ranges
 from lightning_mfsdp.commands.environment import environment
 from lightning_mfsdp.launch.checks import Finding
-from lightning_mfsdp.launch.peers import addresses_of_host, network_of_host
 from lightning_mfsdp.launch.relay import open_listener
 
 __all__ = [

@@ -1,0 +1,349 @@
+"""Tree: small objects between all ranks over sockets, so that no rank has more than a few connections, whatever their number is.
+
+Rank 0 is the root. The ranks after the first one of a range are divided into `FAN_OUT` ranges of equal length, whose first ranks are its
+children; so each rank speaks for consecutive ranks, which launchers place on the same host:
+
+    0 .. 4095     0 has the children 1, 257, 513, ...
+    1 .. 256      1 has the children 2, 18, 34, ...
+    2 .. 17       2 has the children 3 .. 17
+
+What travels between rank 0 and another rank passes at most three others among 4,096, and is unpickled only by those two. Nothing lies in
+memory of a device. A collective of a process group would bring what every rank has to all ranks, or connect each with all others.
+
+A connection ends with its process. The ranks next to it notice, and close theirs, so that all ranks that wait end with an error.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from lightning_mfsdp.base import compat
+from lightning_mfsdp.base.children import call_in_children
+from lightning_mfsdp.base.errors import CollectiveError
+from lightning_mfsdp.base.kept_groups import kept
+from lightning_mfsdp.base.sockets import (
+    LOOPBACK,
+    addresses_of_host,
+    network_of_host,
+    probe_when_idle,
+)
+
+__all__ = ["FAN_OUT", "RANKS", "SAVES", "Tree", "children_of", "tree_of_all_ranks"]
+
+T = TypeVar("T")
+V = TypeVar("V")
+
+FAN_OUT = 16
+# Names of trees. Threads that exchange at the same time use different ones.
+RANKS = "ranks"
+SAVES = "saves"  # in the background
+_CONNECT_S = 20.0  # to one address
+_GREETING_S = 10.0  # for what has connected to send its token
+_LENGTH = struct.Struct("!Q")
+_GREETING = struct.Struct("!32sQ")  # token and rank
+_CHUNK_BYTES = 1 << 20
+
+
+def children_of(rank: int, size: int) -> list[range]:
+    """The ranks below a rank, as one range for each child, which is its first."""
+    lowest, highest = 0, size  # the range that begins with `rank`
+    while True:
+        parts = _divided(lowest + 1, highest)
+        if rank == lowest:
+            return parts
+        part = next(part for part in parts if rank in part)
+        lowest, highest = part.start, part.stop
+
+
+def _parent_of(rank: int, size: int) -> int:
+    lowest, highest = 0, size
+    while True:
+        part = next(part for part in _divided(lowest + 1, highest) if rank in part)
+        if part.start == rank:
+            return lowest
+        lowest, highest = part.start, part.stop
+
+
+def _divided(start: int, stop: int) -> list[range]:
+    count = min(FAN_OUT, stop - start)
+    bounds = [start + (stop - start) * number // count for number in range(count + 1)] if count else []
+    return [range(*pair) for pair in pairwise(bounds)]
+
+
+class Tree:
+    """This rank's connections to its parent and its children. Calls are collective, and all by one thread at a time.
+
+    Attributes:
+        rank: This one.
+        size: Number of ranks.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        parent: socket.socket | None,
+        children: Sequence[socket.socket],
+        limit_s: float | None,
+    ) -> None:
+        self.rank, self.size = rank, size
+        self._parent, self._children = parent, children
+        self._ranges = children_of(rank, size)
+        for connection in (*([parent] if parent is not None else []), *children):
+            connection.settimeout(limit_s)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            probe_when_idle(connection)
+            call_in_children(connection.close)
+        self._limit_s = limit_s
+        self._problem = ""
+
+    @classmethod
+    def alone(cls) -> Tree:
+        """Of one rank."""
+        return cls(0, 1, None, [], None)
+
+    @classmethod
+    def connected(
+        cls, store: compat.Store, place: str, rank: int, size: int, *, limit_s: float | None, meeting_s: float
+    ) -> Tree:
+        """Connect the ranks. Collective.
+
+        Args:
+            store: Where they find each other; each has a few keys in it.
+            place: Prefix of the keys. No others may use it at the same time; it may have been used before.
+            rank: Of this process.
+            size: Number of ranks.
+            limit_s: Seconds that a rank waits for another one in a call; `None`: as long as that one lives.
+            meeting_s: Seconds to wait for others to connect.
+
+        Raises:
+            CollectiveError: One that is next to this rank cannot be reached, or did not come.
+        """
+        if size == 1:
+            return cls.alone()
+        place = f"{place}/of {size}"
+        place = f"{place}/{(store.add(f'{place}/starts', 1) - 1) // size}"
+        children = [part.start for part in children_of(rank, size)]
+        network = json.dumps(network_of_host())
+        if rank:
+            store.set(f"{place}/{rank}/network", network)
+        listener, token = None, secrets.token_hex(16)
+        if children:
+            networks = [store.get(f"{place}/{child}/network").decode() for child in children]
+            is_local = all(other == network for other in networks)
+            listener = _listener(is_local=is_local)
+            contact = [LOOPBACK if is_local else addresses_of_host(), listener.getsockname()[1], token]
+            store.set(f"{place}/{rank}/contact", json.dumps(contact))
+        parent = None
+        if rank:
+            first = _parent_of(rank, size)
+            addresses, port, key = json.loads(store.get(f"{place}/{first}/contact"))
+            parent = _connection(addresses, port, key, rank)
+            if parent is None:
+                raise CollectiveError(
+                    f"rank {rank} on {socket.gethostname()} cannot reach rank {first} at {addresses}, port {port}. Have the firewall let "
+                    "hosts of a run reach each other at all ports"
+                )
+        came = {} if listener is None else _accepted(listener, token, children, time.monotonic() + meeting_s)
+        if listener is not None:
+            listener.close()
+        if missing := [child for child in children if child not in came]:
+            raise CollectiveError(
+                f"rank {rank} on {socket.gethostname()} waited {meeting_s:g} s for ranks {missing[:8]} to connect to it. Look for the "
+                "first error in their output, and whether the firewall lets hosts of a run reach each other at all ports"
+            )
+        return cls(rank, size, parent, [came[child] for child in children], limit_s)
+
+    # -- objects -------------------------------------------------------------------------------------------------------
+
+    def to_first(self, item: T) -> list[T] | None:
+        """What every rank passes, by rank, on rank 0; `None` on the others."""
+        received = self.bytes_to_first(pickle.dumps(item) if self._parent is not None else b"")
+        return None if received is None else [item, *(pickle.loads(data) for data in received[1:])]
+
+    def from_first(self, item: T | None) -> T:
+        """What rank 0 passes, on all ranks."""
+        data = self.bytes_from_first(pickle.dumps(item) if self.rank == 0 and self.size > 1 else b"")
+        received: T = item if self.rank == 0 else pickle.loads(data)  # type: ignore[assignment]
+        return received
+
+    def decide(self, item: T, judge: Callable[[list[T]], V]) -> V:
+        """What rank 0 concludes from what all ranks pass, on all of them; `judge` must not raise."""
+        items = self.to_first(item)
+        return self.from_first(None if items is None else judge(items))
+
+    def for_each(self, items: Sequence[T] | None) -> T:
+        """Of what rank 0 passes for every rank, by rank, that for this one."""
+        data = self.bytes_for_each(None if items is None else [pickle.dumps(item) for item in items])
+        received: T = pickle.loads(data) if items is None else items[0]
+        return received
+
+    def judge_each(self, item: T, judge: Callable[[list[T]], list[V]]) -> V:
+        """Of what rank 0 concludes for each rank from what all ranks pass, that for this one; `judge` must not raise."""
+        items = self.to_first(item)
+        return self.for_each(None if items is None else judge(items))
+
+    # -- bytes ---------------------------------------------------------------------------------------------------------
+
+    def bytes_to_first(self, data: bytes) -> list[bytes] | None:
+        """As `to_first`."""
+        parts = [_framed(data)]
+        for number, child in enumerate(self._children):
+            parts.append(self._received(child, self._ranges[number].start))
+        if self._parent is None:
+            return _unframed(b"".join(parts))
+        self._send(self._parent, _parent_of(self.rank, self.size), b"".join(parts))
+        return None
+
+    def bytes_from_first(self, data: bytes) -> bytes:
+        """As `from_first`."""
+        if self._parent is not None:
+            data = self._received(self._parent, _parent_of(self.rank, self.size))
+        for number, child in enumerate(self._children):
+            self._send(child, self._ranges[number].start, data)
+        return data
+
+    def bytes_for_each(self, datas: Sequence[bytes] | None) -> bytes:
+        """Of what rank 0 passes for every rank, by rank, that for this one."""
+        if self._parent is not None:
+            datas = _unframed(self._received(self._parent, _parent_of(self.rank, self.size)))
+        assert datas is not None, "rank 0 has them"
+        for child, part in zip(self._children, self._ranges, strict=True):
+            frames = map(_framed, datas[part.start - self.rank : part.stop - self.rank])
+            self._send(child, part.start, b"".join(frames))
+        return datas[0]
+
+    def close(self, problem: str = "it was closed") -> None:
+        """End the connections: ranks that wait for this one get an error."""
+        self._problem = self._problem or problem
+        for connection in (*([self._parent] if self._parent is not None else []), *self._children):
+            connection.close()
+
+    def __del__(self) -> None:
+        """Its process group is gone, and so are those of the others."""
+        self.close()
+
+    def _send(self, connection: socket.socket, rank: int, data: bytes) -> None:
+        with self._whole(rank):
+            connection.sendall(_LENGTH.pack(len(data)))
+            connection.sendall(data)
+
+    def _received(self, connection: socket.socket, rank: int) -> bytes:
+        with self._whole(rank):
+            (length,) = _LENGTH.unpack(_read(connection, _LENGTH.size))
+            return _read(connection, length)
+
+    @contextmanager
+    def _whole(self, rank: int) -> Iterator[None]:
+        """Context around a message from or to another rank. After a part of one, nothing that follows could be understood."""
+        try:
+            yield
+        except OSError as error:
+            raise self._broken(rank, error) from error
+        except BaseException as error:
+            self.close(f"was interrupted: {type(error).__name__}")
+            raise
+
+    def _broken(self, rank: int, error: OSError) -> CollectiveError:
+        what = (
+            f"waited {self._limit_s:g} s for rank {rank}" if isinstance(error, TimeoutError) and self._limit_s else ""
+        )
+        self.close(what or f"lost rank {rank}: {error}")
+        return CollectiveError(
+            f"rank {self.rank} {self._problem}, in what ranks exchange to start, save or load. Look for the first error in the output of "
+            "all ranks"
+        )
+
+
+def tree_of_all_ranks(name: str) -> Tree:
+    """The tree of a name of the default process group, made at the first call. Collective.
+
+    Args:
+        name: `RANKS` or `SAVES`. In a save ranks wait for one that writes as long as it lives.
+    """
+
+    def make() -> Tree:
+        store = compat.default_store()
+        waits_s = store.timeout.total_seconds()  # type: ignore[attr-defined]
+        rank, size = dist.get_rank(), dist.get_world_size()
+        limit_s = None if name == SAVES else waits_s
+        return Tree.connected(store, f"mfsdp/tree/{name}", rank, size, limit_s=limit_s, meeting_s=waits_s)
+
+    return kept(("tree", name), make)
+
+
+def _listener(*, is_local: bool) -> socket.socket:
+    if is_local:
+        return socket.create_server((LOOPBACK[0], 0), backlog=2 * FAN_OUT)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=2 * FAN_OUT, dualstack_ipv6=True)
+    return socket.create_server(("", 0), backlog=2 * FAN_OUT)
+
+
+def _connection(addresses: Sequence[str], port: int, token: str, rank: int) -> socket.socket | None:
+    """To a parent, which will read the token; `None` where no address leads to one."""
+    for address in addresses:
+        try:
+            connection = socket.create_connection((address, port), timeout=_CONNECT_S)
+            connection.sendall(_GREETING.pack(token.encode(), rank))
+        except OSError:
+            continue
+        return connection
+    return None
+
+
+def _accepted(listener: socket.socket, token: str, children: Sequence[int], until: float) -> dict[int, socket.socket]:
+    """Connections of those children that have come in time. What has no token is closed."""
+    came: dict[int, socket.socket] = {}
+    while len(came) < len(children):
+        listener.settimeout(max(until - time.monotonic(), 0.001))
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            break
+        connection.settimeout(_GREETING_S)
+        try:
+            key, rank = _GREETING.unpack(_read(connection, _GREETING.size))
+        except OSError:
+            key, rank = b"", -1
+        if secrets.compare_digest(key, token.encode()) and rank in children:
+            came[rank] = connection
+        else:
+            connection.close()
+    return came
+
+
+def _read(connection: socket.socket, length: int) -> bytes:
+    data = bytearray(length)
+    view = memoryview(data)
+    while view:
+        count = connection.recv_into(view, min(len(view), _CHUNK_BYTES))
+        if not count:
+            raise ConnectionError("its end of the connection is closed")
+        view = view[count:]
+    return bytes(data)
+
+
+def _framed(data: bytes) -> bytes:
+    return _LENGTH.pack(len(data)) + data
+
+
+def _unframed(frames: bytes) -> list[bytes]:
+    parts, at = [], 0
+    while at < len(frames):
+        (length,) = _LENGTH.unpack_from(frames, at)
+        at += _LENGTH.size
+        parts.append(frames[at : at + length])
+        at += length
+    return parts

@@ -1,0 +1,116 @@
+"""A tree of ranks: what each passes comes to the first in order, and back; no rank waits for one that is gone."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_mfsdp.base.errors import CollectiveError
+from lightning_mfsdp.base.tree import FAN_OUT, Tree, children_of
+
+SIZE = 40
+
+
+def together(store: Any, action: Callable[[Tree], Any], size: int = SIZE) -> list[Any]:
+    """What each rank's thread returns, or its CollectiveError."""
+
+    def run(rank: int) -> Any:
+        tree = Tree.connected(store, "place", rank, size, limit_s=60, meeting_s=60)
+        try:
+            return action(tree)
+        except CollectiveError as error:
+            return error
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(run, range(size)))
+
+
+@pytest.mark.parametrize("size", [1, 2, 16, 17, 18, 255, 4096])
+def test_every_rank_has_one_parent_and_few_children_and_speaks_for_those_after_it(size: int) -> None:
+    parents: dict[int, int] = {}
+    for rank in range(size):
+        parts = children_of(rank, size)
+        assert len(parts) <= FAN_OUT
+        ranks = [other for part in parts for other in part]
+        assert ranks == list(range(rank + 1, rank + 1 + len(ranks)))
+        assert all(part.start not in parents for part in parts)
+        parents |= {part.start: rank for part in parts}
+    assert sorted(parents) == list(range(1, size))
+
+    def depth(rank: int) -> int:
+        return 1 + depth(parents[rank]) if rank else 0
+
+    assert max(map(depth, range(size))) <= 3
+
+
+def test_what_ranks_pass_comes_to_the_first_in_order_and_back() -> None:
+    def exchange(tree: Tree) -> list[Any]:
+        numbers = tree.to_first({"rank": tree.rank})
+        assert (numbers is None) == (tree.rank > 0)
+        own = tree.for_each(None if numbers is None else [number["rank"] ** 2 for number in numbers])
+        large = tree.from_first(b"x" * (1 << 22) if tree.rank == 0 else None)
+        return [own, len(large), tree.decide(tree.rank, sum)]
+
+    answers = together(dist.HashStore(), exchange)
+    assert answers == [[rank**2, 1 << 22, sum(range(SIZE))] for rank in range(SIZE)]
+
+
+def test_a_tree_of_one_rank_passes_nothing() -> None:
+    tree = Tree.connected(dist.HashStore(), "place", 0, 1, limit_s=None, meeting_s=1)
+    unpicklable = threading.Lock()
+    assert tree.to_first(unpicklable) == [unpicklable]
+    assert tree.from_first(unpicklable) is unpicklable
+    assert tree.decide(3, max) == 3
+
+
+@pytest.mark.parametrize("gone", [0, 1, SIZE - 1])
+def test_ranks_that_wait_end_when_one_is_gone(gone: int) -> None:
+    """One next to it sees that its connection has ended, and ends its own."""
+
+    def exchange(tree: Tree) -> Any:
+        if tree.rank == gone:
+            return tree.close()
+        return tree.decide(tree.rank, len)
+
+    outcomes = together(dist.HashStore(), exchange)
+    others = outcomes[:gone] + outcomes[gone + 1 :]
+    assert all(isinstance(outcome, CollectiveError) for outcome in others)
+    assert any(f"lost rank {gone}" in str(outcome) for outcome in others)
+
+
+def test_a_second_start_in_the_same_store_is_another_tree() -> None:
+    store = dist.HashStore()
+    assert [together(store, lambda tree: tree.decide(tree.rank, max), 3) for _ in range(2)] == [[2, 2, 2]] * 2
+
+
+def test_what_has_no_token_is_not_taken_for_a_rank() -> None:
+    store: Any = dist.HashStore()
+
+    def first() -> Any:
+        tree = Tree.connected(store, "place", 0, 2, limit_s=60, meeting_s=60)
+        return tree.to_first("first")
+
+    with ThreadPoolExecutor(1) as pool:
+        came = pool.submit(first)
+        store.set("place/of 2/0/1/network", json.dumps("elsewhere"))  # until then the first does not listen
+        _, port, _ = json.loads(store.get("place/of 2/0/0/contact"))
+        for greeting in (b"GET / HTTP/1.1\r\n\r\n" + b" " * 40, b""):
+            with socket.create_connection(("127.0.0.1", port)) as stranger:
+                stranger.sendall(greeting)
+        second = Tree.connected(store, "place", 1, 2, limit_s=60, meeting_s=60)
+        second.to_first("second")
+        assert came.result() == ["first", "second"]
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    store: Any = dist.HashStore()
+    store.set("place/of 2/0/1/network", json.dumps("elsewhere"))
+    with pytest.raises(CollectiveError, match=r"^rank 0 on .* waited 0\.1 s for ranks \[1\] to connect"):
+        Tree.connected(store, "place", 0, 2, limit_s=None, meeting_s=0.1)
