@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.device_mesh import init_device_mesh
@@ -597,6 +598,13 @@ def test_what_symmetric_memory_lacks_is_said(version, backend, reason):
         mock.patch.object(dist, "ProcessGroupNCCL", mock.Mock(NCCL_CTA_POLICY_ZERO=2), create=True),
     ):
         assert reason in compat.no_symmetric_memory_because(torch.device("cuda"))
+
+
+def test_a_place_in_a_file_is_what_pytorch_writes_into_its_tables(tmp_path):
+    dcp.save({"weights": torch.arange(6.0)}, checkpoint_id=tmp_path, no_dist=True)
+    table = dcp.FileSystemReader(tmp_path).read_metadata()
+    (written,) = table.storage_data.values()
+    assert compat.storage_info(written.relative_path, written.offset, written.length) == written
 
 
 def test_every_function_of_compat_is_tested_here_or_on_gpus():
