@@ -601,7 +601,8 @@ def test_what_symmetric_memory_lacks_is_said(version, backend, reason):
 
 
 def test_a_place_in_a_file_is_what_pytorch_writes_into_its_tables(tmp_path):
-    dcp.save({"weights": torch.arange(6.0)}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.warns(UserWarning, match="in a single process"):
+        dcp.save({"weights": torch.arange(6.0)}, checkpoint_id=tmp_path)
     table = dcp.FileSystemReader(tmp_path).read_metadata()
     (written,) = table.storage_data.values()
     assert compat.storage_info(written.relative_path, written.offset, written.length) == written
