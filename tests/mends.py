@@ -57,8 +57,8 @@ MENDS = (
     Mend(
         "4",
         "core/reduction_schedule.py",
-        "                if is_done and not zeros_unused:\n",
-        "                if is_done and False:\n",
+        "                if not (waits or zeros_unused):\n",
+        "                if False:\n",
     ),
     Mend(
         "5",

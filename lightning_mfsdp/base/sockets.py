@@ -9,7 +9,7 @@ import socket
 import sys
 from pathlib import Path
 
-__all__ = ["LOOPBACK", "addresses_of_host", "network_of_host", "probe_when_idle"]
+__all__ = ["LOOPBACK", "addresses_of_host", "end_if_unanswered", "network_of_host"]
 
 _log = logging.getLogger(__name__)
 
@@ -50,10 +50,11 @@ def addresses_of_host() -> list[str]:
     ] or LOOPBACK
 
 
-def probe_when_idle(connection: socket.socket) -> None:
-    """Have the kernel end a connection that is waited on and whose other host does not answer (tcp(7)). A slow process answers probes."""
+def end_if_unanswered(connection: socket.socket) -> None:
+    """Have the kernel end a connection whose other host does not answer, be it idle or not (tcp(7)). Kernels answer for slow processes."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBED_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBED_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _PROBED_S * _PROBES * 1000)

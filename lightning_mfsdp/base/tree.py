@@ -7,7 +7,7 @@ children; so each rank speaks for consecutive ranks, which launchers place on th
     1 .. 256      1 has the children 2, 18, 34, ...
     2 .. 17       2 has the children 3 .. 17
 
-What travels between rank 0 and another rank passes at most three others among 4,096, and is unpickled only by those two. Nothing lies in
+What travels between rank 0 and another rank passes at most two others among 4,096, and is unpickled only at its ends. Nothing lies in
 memory of a device. A collective of a process group would bring what every rank has to all ranks, or connect each with all others.
 
 A connection ends with its process. The ranks next to it notice, and close theirs, so that all ranks that wait end with an error.
@@ -15,9 +15,11 @@ A connection ends with its process. The ranks next to it notice, and close their
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
 import secrets
+import selectors
 import socket
 import struct
 import time
@@ -35,8 +37,8 @@ from lightning_mfsdp.base.kept_groups import kept
 from lightning_mfsdp.base.sockets import (
     LOOPBACK,
     addresses_of_host,
+    end_if_unanswered,
     network_of_host,
-    probe_when_idle,
 )
 
 __all__ = ["FAN_OUT", "RANKS", "SAVES", "Tree", "children_of", "tree_of_all_ranks"]
@@ -50,6 +52,7 @@ RANKS = "ranks"
 SAVES = "saves"  # in the background
 _CONNECT_S = 20.0  # to one address
 _GREETING_S = 10.0  # for what has connected to send its token
+_BACKLOG = 4096
 _LENGTH = struct.Struct("!Q")
 _GREETING = struct.Struct("!32sQ")  # token and rank
 _CHUNK_BYTES = 1 << 20
@@ -103,7 +106,7 @@ class Tree:
         for connection in (*([parent] if parent is not None else []), *children):
             connection.settimeout(limit_s)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            probe_when_idle(connection)
+            end_if_unanswered(connection)
             call_in_children(connection.close)
         self._limit_s = limit_s
         self._problem = ""
@@ -149,15 +152,23 @@ class Tree:
         if rank:
             first = _parent_of(rank, size)
             addresses, port, key = json.loads(store.get(f"{place}/{first}/contact"))
-            parent = _connection(addresses, port, key, rank)
-            if parent is None:
+            try:
+                parent = _connection(addresses, port, key, rank)
+            except OSError as error:
                 raise CollectiveError(
-                    f"rank {rank} on {socket.gethostname()} cannot reach rank {first} at {addresses}, port {port}. Have the firewall let "
-                    "hosts of a run reach each other at all ports"
-                )
-        came = {} if listener is None else _accepted(listener, token, children, time.monotonic() + meeting_s)
+                    f"rank {rank} on {socket.gethostname()} cannot reach rank {first} at {addresses}, port {port}: {error}. Have the "
+                    "firewall let hosts of a run reach each other at all ports, and allow enough files (ulimit -n)"
+                ) from error
+        came: dict[int, socket.socket] = {}
         if listener is not None:
-            listener.close()
+            try:
+                with listener:
+                    came = _accepted(listener, token, children, time.monotonic() + meeting_s)
+            except OSError as error:
+                raise CollectiveError(
+                    f"rank {rank} on {socket.gethostname()} cannot accept connections of ranks {children[:8]}: {error}. Allow enough files "
+                    "(ulimit -n)"
+                ) from error
         if missing := [child for child in children if child not in came]:
             raise CollectiveError(
                 f"rank {rank} on {socket.gethostname()} waited {meeting_s:g} s for ranks {missing[:8]} to connect to it. Look for the "
@@ -285,43 +296,91 @@ def tree_of_all_ranks(name: str) -> Tree:
 
 def _listener(*, is_local: bool) -> socket.socket:
     if is_local:
-        return socket.create_server((LOOPBACK[0], 0), backlog=2 * FAN_OUT)
+        return socket.create_server((LOOPBACK[0], 0), backlog=_BACKLOG)
     if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=2 * FAN_OUT, dualstack_ipv6=True)
-    return socket.create_server(("", 0), backlog=2 * FAN_OUT)
+        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
+    return socket.create_server(("", 0), backlog=_BACKLOG)
 
 
-def _connection(addresses: Sequence[str], port: int, token: str, rank: int) -> socket.socket | None:
-    """To a parent, which will read the token; `None` where no address leads to one."""
+def _connection(addresses: Sequence[str], port: int, token: str, rank: int) -> socket.socket:
+    """To a parent, which will read the token.
+
+    Raises:
+        OSError: No address leads to one; that of the last.
+    """
+    problem = OSError("it has no address")
     for address in addresses:
         try:
             connection = socket.create_connection((address, port), timeout=_CONNECT_S)
             connection.sendall(_GREETING.pack(token.encode(), rank))
-        except OSError:
+        except OSError as error:
+            problem = error
             continue
         return connection
-    return None
+    raise problem
 
 
 def _accepted(listener: socket.socket, token: str, children: Sequence[int], until: float) -> dict[int, socket.socket]:
-    """Connections of those children that have come in time. What has no token is closed."""
+    """Connections of those children that have come in time. What has no token is closed, and none is waited for alone.
+
+    Raises:
+        OSError: This process can accept none.
+    """
     came: dict[int, socket.socket] = {}
-    while len(came) < len(children):
-        listener.settimeout(max(until - time.monotonic(), 0.001))
+    greetings: dict[socket.socket, tuple[bytes, float]] = {}  # what has come of each, and when it must be whole
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        listener.setblocking(False)
         try:
-            connection, _ = listener.accept()
-        except OSError:
-            break
-        connection.settimeout(_GREETING_S)
-        try:
-            key, rank = _GREETING.unpack(_read(connection, _GREETING.size))
-        except OSError:
-            key, rank = b"", -1
-        if secrets.compare_digest(key, token.encode()) and rank in children:
-            came[rank] = connection
-        else:
-            connection.close()
+            while len(came) < len(children) and time.monotonic() < until:
+                ready = [key.fileobj for key, _ in selector.select(min(until - time.monotonic(), 1.0))]
+                for connection in [one for one, (_, limit) in greetings.items() if time.monotonic() > limit]:
+                    _turn_away(connection, greetings, selector)
+                if listener in ready:
+                    with contextlib.suppress(BlockingIOError):  # it has gone meanwhile
+                        connection, _ = listener.accept()
+                        connection.setblocking(False)
+                        greetings[connection] = b"", time.monotonic() + _GREETING_S
+                        selector.register(connection, selectors.EVENT_READ)
+                for connection in greetings.keys() & set(ready):
+                    rank = _greeted(connection, greetings, token)
+                    if rank is not None and rank in children:
+                        selector.unregister(connection)
+                        del greetings[connection]
+                        came[rank] = connection
+                    elif rank is not None:
+                        _turn_away(connection, greetings, selector)
+        finally:
+            for connection in list(greetings):
+                _turn_away(connection, greetings, selector)
     return came
+
+
+def _greeted(connection: socket.socket, greetings: dict[socket.socket, tuple[bytes, float]], token: str) -> int | None:
+    """The rank that a whole greeting names, -1 without the token; `None` while it is not whole."""
+    data, limit = greetings[connection]
+    try:
+        news = connection.recv(_GREETING.size - len(data))
+    except BlockingIOError:
+        return None
+    except OSError:
+        return -1
+    data += news
+    if not news or len(data) < _GREETING.size:
+        greetings[connection] = data, limit
+        return None if news else -1
+    key, rank = _GREETING.unpack(data)
+    return int(rank) if secrets.compare_digest(key, token.encode()) else -1
+
+
+def _turn_away(
+    connection: socket.socket,
+    greetings: dict[socket.socket, tuple[bytes, float]],
+    selector: selectors.BaseSelector,
+) -> None:
+    selector.unregister(connection)
+    del greetings[connection]
+    connection.close()
 
 
 def _read(connection: socket.socket, length: int) -> bytes:

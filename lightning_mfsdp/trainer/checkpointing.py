@@ -46,6 +46,7 @@ from lightning_mfsdp.trainer.continuation import (
     GRADIENTS,
     PendingGradients,
     is_inside_a_step,
+    mean_gradients,
     rank_state,
     restore_random_state,
     set_whole_gradients,
@@ -388,9 +389,15 @@ class CheckpointingStrategy(ProcessStrategy):
         if not states:
             return
         same_ranks = len(states) == self.world_size
-        of_gradients = [states[self.global_rank]] if same_ranks else states
-        if isinstance(states, RankStates) and not states.has_gradients:
-            of_gradients = []
+        of_gradients = [states[self.global_rank]] if same_ranks and self._rank_of_place(states) is not None else states
+        if isinstance(states, RankStates):
+            if not states.has_gradients:
+                of_gradients = []
+            elif of_gradients is states:  # now: when the first step begins, the checkpoint may be replaced
+                mean = Ranks().first(
+                    "reading gradients of parameters that are not sharded", lambda: mean_gradients(states)
+                )
+                of_gradients = [{"gradients": mean}]
         self._at_first_step.append(lambda: set_whole_gradients(self._module, of_gradients))
         own_state = self._state_of_place(states)
         if own_state is None:

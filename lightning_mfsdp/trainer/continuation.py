@@ -59,10 +59,19 @@ def rank_state(
 
 def set_whole_gradients(module: nn.Module, states: Sequence[Mapping[str, Any]]) -> None:
     """Set the gradients of parameters that are not sharded from a `rank_state`, or the mean of several."""
+    means = mean_gradients(states)
     for name, parameter in _unmanaged(module).items():
-        gradients = [state["gradients"][name] for state in states if name in state.get("gradients", {})]
-        if gradients:
-            parameter.grad = torch.stack(gradients).mean(0).to(parameter)
+        if name in means:
+            parameter.grad = means[name].to(parameter)
+
+
+def mean_gradients(states: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """The mean, by parameter name, of the gradients in several of `rank_state`."""
+    gradients: dict[str, list[Tensor]] = {}
+    for state in states:
+        for name, gradient in state.get("gradients", {}).items():
+            gradients.setdefault(name, []).append(gradient)
+    return {name: torch.stack(several).mean(0) for name, several in gradients.items()}
 
 
 def _unmanaged(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -435,7 +435,10 @@ class MFSDPStrategy(CheckpointingStrategy):
     @property
     def _weights_are_whole(self) -> bool:
         """Every rank has all rows of every weight."""
-        return self.world_size == 1 or self.sharding in ("no_shard", 0)
+        sharding = self.sharding
+        strategies = sharding.values() if isinstance(sharding, Mapping) else (sharding,)
+        covers_all = not isinstance(sharding, Mapping) or "*" in sharding or "" in sharding
+        return self.world_size == 1 or (covers_all and all(strategy in ("no_shard", 0) for strategy in strategies))
 
     def on_train_start(self) -> None:
         """Ranks that compute batches together must have equally many. What hooks have asked of loggers so far is checked."""

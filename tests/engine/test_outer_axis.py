@@ -200,11 +200,25 @@ def no_more_than_two_units_are_under_way_over_the_outer_axis(rank: int, world: i
         assert not reductions._over_outer
 
 
+def a_backward_in_inference_mode_is_added_to_in_the_next_microbatch(rank: int, world: int) -> None:
+    for outer_sharding, policy in pairwise(("no_shard", "optim"), (MixedPrecisionPolicy(), WIRE)):
+        found = []
+        for mode in (nullcontext, torch.inference_mode):
+            model = sharded_chain(mesh=mesh(), outer_sharding=outer_sharding, policy=policy)
+            loss = loss_of(model, inputs(0, rank))
+            with no_sync(model, keep_sharded=True), mode():
+                loss.backward()
+            loss_of(model, inputs(1, rank)).backward()
+            found.append([parameter.grad.full_tensor() for parameter in model.parameters()])
+        assert all(map(torch.equal, *found)), (outer_sharding, policy)
+
+
 CASES = (
     sums_are_those_of_one_axis_after_the_other_to_the_bit,
     what_waits_for_the_outer_axis_is_reduced_without_a_backward,
     nothing_is_left_of_a_backward_that_broke_off,
     no_more_than_two_units_are_under_way_over_the_outer_axis,
+    a_backward_in_inference_mode_is_added_to_in_the_next_microbatch,
 )
 WORLDS = {OUTER * SHARD: CASES}
 

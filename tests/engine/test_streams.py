@@ -66,6 +66,20 @@ def two_axes(*, keep_sharded: bool = True, **options: object) -> None:
         optimizer.zero_grad()
 
 
+def replaced_on_two_axes(**options: object) -> None:
+    """Some `.grad` is replaced while gradients wait for the outer axis."""
+    model = sharded_chain(mesh=mesh_of(2), policy=WIDE, **options)
+    optimizer = adamw(model)
+    for step in STEPS:
+        with no_sync(model, keep_sharded=True):
+            loss_of(model, inputs(step)).backward()
+        for layer in model.layers:
+            layer.bias.grad = torch.zeros_like(layer.bias)
+        loss_of(model, inputs(step, 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def accumulation() -> None:
     model = sharded_chain()
     optimizer = adamw(model)
@@ -206,6 +220,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "HSDP, whole gradients": partial(two_axes, sharding="no_shard"),
     "HSDP, summed in float32": partial(two_axes, policy=replace(WIDE, high_precision_reduce=True)),
     "HSDP, unused parameters": unused_on_two_axes,
+    "gradients replaced on two axes": replaced_on_two_axes,
     "HSDP, failures": partial(failures, mesh=2),
     "reduced without a backward": wide_and_pending,
     "accumulation": accumulation,

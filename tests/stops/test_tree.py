@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -114,3 +117,38 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     store.set("place/of 2/0/1/network", json.dumps("elsewhere"))
     with pytest.raises(CollectiveError, match=r"^rank 0 on .* waited 0\.1 s for ranks \[1\] to connect"):
         Tree.connected(store, "place", 0, 2, limit_s=None, meeting_s=0.1)
+
+
+def test_what_connects_and_says_nothing_delays_no_rank() -> None:
+    """Each stranger would be waited for longer than the ranks wait for each other."""
+    store: Any = dist.HashStore()
+
+    def first() -> Any:
+        return Tree.connected(store, "place", 0, 2, limit_s=60, meeting_s=8).to_first("first")
+
+    with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as strangers:
+        came = pool.submit(first)
+        store.set("place/of 2/0/1/network", json.dumps("elsewhere"))
+        _, port, _ = json.loads(store.get("place/of 2/0/0/contact"))
+        for _ in range(3):
+            strangers.enter_context(socket.create_connection(("127.0.0.1", port)))
+        second = Tree.connected(store, "place", 1, 2, limit_s=60, meeting_s=8)
+        second.to_first("second")
+        assert came.result() == ["first", "second"]
+
+
+def test_a_rank_that_can_open_no_file_says_so() -> None:
+    store: Any = dist.HashStore()
+    store.set("place/of 2/0/1/network", json.dumps("elsewhere"))
+    error = OSError(errno.EMFILE, "Too many open files")
+    with (
+        mock.patch.object(socket.socket, "accept", side_effect=error),
+        ThreadPoolExecutor(1) as pool,
+        pytest.raises(
+            CollectiveError, match=r"cannot accept connections of ranks \[1\]: .*Too many open files.*ulimit -n"
+        ),
+    ):
+        came = pool.submit(Tree.connected, store, "place", 0, 2, limit_s=None, meeting_s=20)
+        _, port, _ = json.loads(store.get("place/of 2/0/0/contact"))
+        with socket.create_connection(("127.0.0.1", port)):
+            came.result()

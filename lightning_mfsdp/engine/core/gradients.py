@@ -628,10 +628,11 @@ class Gradients:
             self._waiting = opened
         return opened
 
-    def _empty(self, extent: range) -> FlatBuffer:
+    def _empty(self, extent: range, dtype: torch.dtype | None = None) -> FlatBuffer:
+        """In the main gradient's dtype, unless another is given."""
         group = self._group
         with torch.inference_mode(False):
-            return FlatBuffer.empty(group.layout, extent, self._dtype, group.device)
+            return FlatBuffer.empty(group.layout, extent, dtype or self._dtype, group.device)
 
     def _open_piece(self) -> FlatBuffer | None:
         """Memory for what is reduced over the shard axis, so that the bucket is free again while the outer axis reduces it.
@@ -642,7 +643,7 @@ class Gradients:
         is_added = waiting is not None and waiting.extent == group.inner_extent
         if not group.placement.main or self._is_precise or is_added:
             return None
-        return FlatBuffer.empty(group.layout, group.inner_extent, self._comm_dtype, group.device)
+        return self._empty(group.inner_extent, self._comm_dtype)
 
     def _open_bucket(self) -> FlatBuffer:
         """The bucket, allocated until `release_bucket`."""
@@ -693,7 +694,7 @@ class Gradients:
         if result.dtype != wanted:
             converted = main if outer_later and main.extent == result.extent and not adds else None
             if converted is None:
-                converted = FlatBuffer.empty(group.layout, result.extent, wanted, group.device)
+                converted = self._empty(result.extent, wanted)
             compat.foreach_copy_(converted.segments, result.segments)
             result = converted
         if outer_later:

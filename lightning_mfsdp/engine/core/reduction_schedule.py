@@ -189,11 +189,8 @@ class ReductionSchedule:
 
     def _make_room(self, groups: Sequence[ParameterGroup]) -> None:
         """Free the buckets needed for the given reductions, which come next on all ranks."""
-        if self._gather_order.has_reductions:
-            for group in groups:
-                if group.placement.weight:
-                    self._gather_order.note(group.weights.number, group.name, REDUCTION)
-                    break
+        if self._gather_order.has_reductions:  # those of whole weights, too: they come between gathers of others
+            self._gather_order.note(groups[0].weights.number, groups[0].name, REDUCTION)
         while len(self._in_flight) >= _MAX_BUCKETS:
             self._retire()
         while self._over_outer and len(self._over_outer) >= _MAX_OVER_OUTER:

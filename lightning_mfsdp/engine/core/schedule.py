@@ -117,7 +117,7 @@ def _gathers(unit: Unit, kind: int) -> list[Event]:
 
 
 def _reduction(unit: Unit) -> list[Event]:
-    trained = [group for group in unit.groups if group.placement.weight and unit.is_trainable]
+    trained = [group for group in unit.groups if unit.is_trainable]
     return [(trained[0].weights.number, REDUCTION)] if trained else []
 
 
