@@ -27,9 +27,9 @@ in the memory of `main` while that is empty, or in that of the bucket.
 A `.grad` that does not lie in `main` was assigned, or lies in an earlier `main`: what `main` receives is added to it in its own memory,
 as autograd adds to any gradient. So `main` is left for a new one where memory would be overwritten to which a program may still refer.
 
-Memory exists only while it is needed, that of `main` from backward until all `.grad` were cleared and the next forward begins. All of it is
+Memory exists only while it is needed, that of `main` from backward until all `.grad` were cleared and the next forward begins. It is
 allocated on the compute stream, where activations have just made room: memory allocated on the reduce stream would be reserved for that
-stream alone.
+stream alone. Only results in another dtype, and sums in high precision, belong to the stream that makes them.
 """
 
 from __future__ import annotations
