@@ -308,16 +308,17 @@ def _connection(addresses: Sequence[str], port: int, token: str, rank: int) -> s
     Raises:
         OSError: No address leads to one; that of the last.
     """
-    problem = OSError("it has no address")
-    for address in addresses:
-        try:
-            connection = socket.create_connection((address, port), timeout=_CONNECT_S)
-            connection.sendall(_GREETING.pack(token.encode(), rank))
-        except OSError as error:
-            problem = error
-            continue
-        return connection
-    raise problem
+    *others, last = addresses
+    for address in others:
+        with contextlib.suppress(OSError):
+            return _connected(address, port, token, rank)
+    return _connected(last, port, token, rank)
+
+
+def _connected(address: str, port: int, token: str, rank: int) -> socket.socket:
+    connection = socket.create_connection((address, port), timeout=_CONNECT_S)
+    connection.sendall(_GREETING.pack(token.encode(), rank))
+    return connection
 
 
 def _accepted(listener: socket.socket, token: str, children: Sequence[int], until: float) -> dict[int, socket.socket]:

@@ -24,7 +24,7 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["
 # Lightning under its other names, which LIGHTNING_MFSDP_NAMESPACE chooses.
 OTHER_NAMES = {"pytorch_lightning", "lightning_fabric"}
 # Imported where a user asks for what needs them, and the extra that brings them; Triton comes with PyTorch's builds for GPUs.
-OPTIONAL = {"matplotlib": "examples", "ray": "ray", "safetensors": "hf", "triton": None}
+OPTIONAL = {"jsonargparse": "examples", "matplotlib": "examples", "ray": "ray", "safetensors": "hf", "triton": None}
 # Found by name, not by an import statement.
 BY_NAME = {"transformers": "hf", "transformer_engine": "te"}
 
