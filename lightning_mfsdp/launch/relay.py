@@ -507,6 +507,7 @@ def open_listener(is_reachable: bool) -> socket.socket:
 
 def _end_if_unanswered(connection: socket.socket) -> None:
     """Have the kernel end a connection whose other host does not answer, be it idle or not (tcp(7); probes are answered by kernels)."""
+    # As in base/sockets.py, which this program does not import: it starts without the package.
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBED_S)
