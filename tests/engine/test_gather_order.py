@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.engine import CollectiveError, EngineStateError, fully_shard, no_sync
+from lightning_mfsdp.engine.api.units import fully_shard_units
 from lightning_mfsdp.engine.comm import gather_order
 from lightning_mfsdp.engine.comm.gather_order import BACKWARD, REDUCTION, GatherOrder, History
 from tests.engine.test_different_blocks import built
@@ -459,10 +460,11 @@ def test_of_two_roots_no_gather_is_predicted_from_the_start():
         assert min(asked) > 4
 
 
-def train(rank: int, world: int, *paths: list[int]) -> dict[str, str]:
+def train(rank: int, world: int, *paths: list[int], sharding: object = "optim_grads_params") -> dict[str, str]:
     """Steps alike, in which nobody is asked any more in the end; then each rank goes its own path."""
     found = {}
-    model = built(1)
+    model = built()
+    fully_shard_units(model, list(model.layers), sharding=sharding)
     optimizer, order = adamw(model), context(model).lane.order
     for step in range(3):
         asked = order.asked
@@ -514,6 +516,17 @@ def test_a_rank_that_leaves_a_block_out_ends_all_ranks_with_an_error():
             in error
         ), errors
     assert errors[1].startswith("EngineStateError: rank 1")
+
+
+def test_a_rank_that_leaves_a_block_with_whole_weights_out_ends_all_ranks_with_an_error():
+    """Its gradients are reduced between gathers of the others, so that ranks would wait for each other forever."""
+    sharding = {"layers.2": "optim", "*": "optim_grads_params"}
+    errors = [
+        found["error"]
+        for found in run_distributed(partial(train, sharding=sharding), 2, [0, 1, 2, 3, 4, 5], [0, 1, 3, 4, 5])
+    ]
+    for error in errors:
+        assert "rank 0 has come to the reduction of layers.2[0]" in error, errors
 
 
 def test_ranks_that_run_equally_many_blocks_of_one_size_end_with_an_error_where_these_differ():

@@ -26,6 +26,7 @@ from lightning_mfsdp.engine.api.strategies import choose_strategies
 from lightning_mfsdp.engine.api.units import fully_shard_units
 from lightning_mfsdp.engine.core.gradients import Sync
 from tests.engine.cases import Problems
+from tests.engine.packed import Adapted
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import context
 from tests.helpers.pairwise import pairwise
@@ -84,7 +85,8 @@ def batch(number: int) -> Tensor:
 
 def chosen(model: nn.Module, sharding: Mapping[str, str | int]) -> dict[str, str]:
     strategies = choose_strategies(model, sharding)
-    return {name: strategies.of(part) for name, part in model.named_modules()}
+    by_table = strategies.by_table(model)
+    return {name: by_table[id(part._parameters)] for name, part in model.named_modules()}
 
 
 def test_the_first_pattern_counts_that_matches_a_module_or_one_around_it():
@@ -295,6 +297,21 @@ def names_are_those_inside_the_module_that_is_sharded(rank: int, world: int) -> 
         fully_shard(Block(), sharding={"*.experts": "optim"})
 
 
+def what_replaces_a_module_has_its_strategy(rank: int, world: int) -> None:
+    def replace(module: nn.Module) -> None:
+        """As plans do that divide layers or put others in their place."""
+        if isinstance(module, Block):
+            module.experts = nn.ModuleList(nn.Sequential(nn.Linear(DIM, 3), nn.Linear(3, DIM)) for _ in range(2))
+
+    model = sharded(MIXED[0], before=replace)
+    assert [group.weights.is_sharded for is_expert, group in groups_of(model) if is_expert] == [False, False]
+    model = Block()
+    packed = Adapted("inside")
+    model.experts.append(packed)
+    fully_shard_units(model, [packed], sharding={"experts": "optim", "*": "optim_grads_params"})
+    assert not any(group.weights.is_sharded for is_expert, group in groups_of(model) if is_expert)
+
+
 def an_outer_sharding_that_a_part_cannot_have_is_refused(rank: int, world: int) -> None:
     mesh = dist.init_device_mesh("cpu", (1, world), mesh_dim_names=("outer", "shard"))
     with pytest.raises(ShardingError, match=r'outer_sharding="optim".*sharding="no_shard"'):
@@ -306,6 +323,7 @@ TWO = [
     weights_of_experts_stay_whole_and_their_optimizer_state_is_sharded,
     averages_and_state_dicts_are_those_of_one_strategy,
     names_are_those_inside_the_module_that_is_sharded,
+    what_replaces_a_module_has_its_strategy,
     an_outer_sharding_that_a_part_cannot_have_is_refused,
 ]
 WORLDS = {2: TWO, 4: [so_do_they_on_two_axes, each_group_waits_for_what_its_strategy_says]}

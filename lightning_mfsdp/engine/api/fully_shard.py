@@ -41,7 +41,7 @@ from lightning_mfsdp.engine.features.buffers import share_from_first
 from lightning_mfsdp.engine.features.direct_gradients import write_directly
 from lightning_mfsdp.engine.features.packed_weights import as_bytes, tensors_beside
 from lightning_mfsdp.engine.layout.layout import padding_advice
-from lightning_mfsdp.engine.layout.placement import Placement, resolve_placement
+from lightning_mfsdp.engine.layout.placement import Placement
 
 __all__ = ["fully_shard", "mesh_device"]
 
@@ -124,7 +124,6 @@ def fully_shard(
         raise ShardingError(f'fully_shard: unused_parameters: expected "none" or "zero", got {unused_parameters!r}')
     resolved = resolve_mesh(mesh)
     policy = policy or MixedPrecisionPolicy()
-    outer_size = resolved.outer.size if resolved.outer else 1
     if outer_sharding not in ("no_shard", 0) and resolved.outer is None:
         raise ShardingError(
             f"fully_shard: outer_sharding={outer_sharding!r} needs a mesh with an outer axis, got a 1-D mesh of "
@@ -133,10 +132,7 @@ def fully_shard(
     members = _members(module)
     whole = members[0] if len(members) == 1 else nn.ModuleList(members)
     strategies = choose_strategies(whole, sharding)
-    placement_of = {
-        id(part._parameters): resolve_placement(strategies.of(part), outer_sharding, resolved.shard.size, outer_size)
-        for part in whole.modules()
-    }
+    strategies.placements(whole, outer_sharding, resolved)  # raises before anything is changed
     inputs_are_cast = casts_alike(members, policy)
     device = mesh_device(resolved)
     if symmetric_memory:
@@ -155,6 +151,7 @@ def fully_shard(
     _share_buffers(whole, resolved, device)
     share_from_first([tensor for _, parameter, _ in named for tensor in tensors_beside(parameter)], resolved)
     keep_fp32 = set[int]().union(*(fp32_parameters(member, policy) for member in members))
+    placement_of = strategies.placements(whole, outer_sharding, resolved)
     groups = [
         ParameterGroup(
             name=f"{type(whole).__name__}[{index}]",

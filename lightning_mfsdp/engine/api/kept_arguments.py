@@ -9,7 +9,6 @@ from torch import nn
 from lightning_mfsdp.engine.api.strategies import Sharding, choose_strategies
 from lightning_mfsdp.engine.core.policy import MixedPrecisionPolicy
 from lightning_mfsdp.engine.core.unit import unit_of
-from lightning_mfsdp.engine.layout.placement import resolve_placement
 
 __all__ = ["Divided", "divided_over", "other_arguments", "policy_of"]
 
@@ -58,12 +57,7 @@ def other_arguments(
     unit = unit_of(module)
     assert unit is not None, "callers ask whether it is sharded"
     context, mesh = unit.context, unit.context.mesh
-    strategies = choose_strategies(module, sharding)
-    outer_size = mesh.outer.size if mesh.outer else 1
-    wanted = {
-        id(part._parameters): resolve_placement(strategies.of(part), outer_sharding, mesh.shard.size, outer_size)
-        for part in module.modules()
-    }
+    wanted = choose_strategies(module, sharding).placements(module, outer_sharding, mesh)
     groups = [group for unit_inside in context.units for group in unit_inside.groups]
     differ = {
         "sharding": any(

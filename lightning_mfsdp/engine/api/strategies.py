@@ -11,7 +11,8 @@ from typing import TypeAlias
 from torch import nn
 
 from lightning_mfsdp.base.errors import ShardingError
-from lightning_mfsdp.engine.layout.placement import STRATEGIES, resolve_placement, strategy_name
+from lightning_mfsdp.engine.comm.mesh import Mesh
+from lightning_mfsdp.engine.layout.placement import STRATEGIES, Placement, resolve_placement, strategy_name
 
 __all__ = ["ChosenStrategies", "Sharding", "check_sharding", "choose_strategies"]
 
@@ -22,19 +23,42 @@ _MOST_NAMES = 12  # in a message
 
 @dataclass(frozen=True)
 class ChosenStrategies:
-    """The strategy of each module inside one.
+    """One strategy for all modules, or patterns of names inside a root.
 
     Attributes:
-        rest: Of modules that are not in `by_module`.
-        by_module: Of the others.
+        rest: The strategy of modules that no pattern matches.
+        patterns: Strategies by patterns of module names.
+        root: Whose names they are of.
     """
 
     rest: str
-    by_module: Mapping[nn.Module, str] = field(default_factory=dict)
+    patterns: Mapping[str, str] = field(default_factory=dict)
+    root: nn.Module | None = None
 
-    def of(self, module: nn.Module) -> str:
-        """That of the parameters which a module has itself, not by modules inside it."""
-        return self.by_module.get(module, self.rest)
+    def by_table(self, module: nn.Module) -> dict[int, str]:
+        """The strategies of the parameters that each module inside `module` has itself, by the ids of modules' tables of parameters.
+
+        Names are looked up at each call, since modules may be replaced, or get others inside, after the patterns were checked.
+        """
+        found = dict.fromkeys((id(part._parameters) for part in module.modules()), self.rest)
+        for name, part in self.root.named_modules(remove_duplicate=False) if self.root is not None else ():
+            if id(part._parameters) in found and (pattern := _pattern_for(name, self.patterns)) is not None:
+                found[id(part._parameters)] = self.patterns[pattern]
+        return found
+
+    def placements(self, module: nn.Module, outer_sharding: str | int, mesh: Mesh) -> dict[int, Placement]:
+        """What `by_table` says, as placements.
+
+        Raises:
+            ShardingError: A strategy does not go with the outer sharding.
+        """
+        outer_size = mesh.outer.size if mesh.outer else 1
+        strategies = self.by_table(module)
+        resolved = {
+            strategy: resolve_placement(strategy, outer_sharding, mesh.shard.size, outer_size)
+            for strategy in dict.fromkeys(strategies.values())
+        }
+        return {table: resolved[strategy] for table, strategy in strategies.items()}
 
 
 # A strategy; patterns of module names, each with a strategy; or what such patterns chose in a module around.
@@ -60,7 +84,7 @@ def check_sharding(sharding: object, outer_sharding: str | int) -> None:
 
 
 def choose_strategies(module: nn.Module, sharding: Sharding) -> ChosenStrategies:
-    """The strategy of each module inside `module`.
+    """Check the strategies for the modules inside `module`.
 
     Args:
         module: Names are those inside it, and its own is "".
@@ -84,9 +108,9 @@ def choose_strategies(module: nn.Module, sharding: Sharding) -> ChosenStrategies
     for pattern in sharding:
         if pattern not in pattern_of.values():
             raise ShardingError(_decides_about_nothing(pattern, module, sharding, parts))
-    strategies = {name: strategy_name(sharding[pattern]) for name, pattern in pattern_of.items()}
-    _refuse_shared(parts, strategies)
-    return ChosenStrategies(_STRATEGY_OF_THE_REST, {parts[name]: strategy for name, strategy in strategies.items()})
+    patterns = {pattern: strategy_name(strategy) for pattern, strategy in sharding.items()}
+    _refuse_shared(parts, {name: patterns[pattern] for name, pattern in pattern_of.items()})
+    return ChosenStrategies(_STRATEGY_OF_THE_REST, patterns, module)
 
 
 def _pattern_for(name: str, patterns: Iterable[str]) -> str | None:
