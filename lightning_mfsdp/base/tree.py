@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -51,11 +51,19 @@ FAN_OUT = 16
 RANKS = "ranks"
 SAVES = "saves"  # in the background
 _CONNECT_S = 20.0  # to one address
-_GREETING_S = 10.0  # for what has connected to send its token
+_GREETING_S = 10.0  # for what has connected to send its token, and for what was connected to, to answer
 _BACKLOG = 4096
 _LENGTH = struct.Struct("!Q")
-_GREETING = struct.Struct("!32sQ")  # token and rank
+_GREETING = struct.Struct("!32sQ")  # what a child says, and its rank
+_ANSWER_BYTES = 32
 _CHUNK_BYTES = 1 << 20
+
+
+class _Secret(NamedTuple):
+    """What the two ends of a connection know of each other, from the store: others may listen at an address that two hosts have."""
+
+    of_child: str
+    of_parent: str
 
 
 def children_of(rank: int, size: int) -> list[range]:
@@ -141,29 +149,16 @@ class Tree:
         network = json.dumps(network_of_host())
         if rank:
             store.set(f"{place}/{rank}/network", network)
-        listener, token = None, secrets.token_hex(16)
-        if children:
-            networks = [store.get(f"{place}/{child}/network").decode() for child in children]
-            is_local = all(other == network for other in networks)
-            listener = _listener(is_local=is_local)
-            contact = [LOOPBACK if is_local else addresses_of_host(), listener.getsockname()[1], token]
-            store.set(f"{place}/{rank}/contact", json.dumps(contact))
-        parent = None
-        if rank:
-            first = _parent_of(rank, size)
-            addresses, port, key = json.loads(store.get(f"{place}/{first}/contact"))
-            try:
-                parent = _connection(addresses, port, key, rank)
-            except OSError as error:
-                raise CollectiveError(
-                    f"rank {rank} on {socket.gethostname()} cannot reach rank {first} at {addresses}, port {port}: {error}. Have the "
-                    "firewall let hosts of a run reach each other at all ports, and allow enough files (ulimit -n)"
-                ) from error
         came: dict[int, socket.socket] = {}
-        if listener is not None:
+        if children:  # before the parent, so that whoever is told of this rank is answered at once
+            networks = [_said(store, place, child, "network", rank) for child in children]
+            is_local = all(other == network for other in networks)
+            listener, secret = _listener(is_local=is_local), _Secret(secrets.token_hex(16), secrets.token_hex(16))
+            addresses = LOOPBACK if is_local else addresses_of_host()
+            store.set(f"{place}/{rank}/contact", json.dumps([addresses, listener.getsockname()[1], *secret]))
             try:
                 with listener:
-                    came = _accepted(listener, token, children, time.monotonic() + meeting_s)
+                    came = _accepted(listener, secret, children, time.monotonic() + meeting_s)
             except OSError as error:
                 raise CollectiveError(
                     f"rank {rank} on {socket.gethostname()} cannot accept connections of ranks {children[:8]}: {error}. Allow enough files "
@@ -174,6 +169,17 @@ class Tree:
                 f"rank {rank} on {socket.gethostname()} waited {meeting_s:g} s for ranks {missing[:8]} to connect to it. Look for the "
                 "first error in their output, and whether the firewall lets hosts of a run reach each other at all ports"
             )
+        parent = None
+        if rank:
+            first = _parent_of(rank, size)
+            addresses, port, *both = json.loads(_said(store, place, first, "contact", rank))
+            try:
+                parent = _connection(addresses, port, _Secret(*both), rank)
+            except OSError as error:
+                raise CollectiveError(
+                    f"rank {rank} on {socket.gethostname()} cannot reach rank {first} at {addresses}, port {port}: {error}. Have the "
+                    "firewall let hosts of a run reach each other at all ports, and allow enough files (ulimit -n)"
+                ) from error
         return cls(rank, size, parent, [came[child] for child in children], limit_s)
 
     # -- objects -------------------------------------------------------------------------------------------------------
@@ -302,8 +308,23 @@ def _listener(*, is_local: bool) -> socket.socket:
     return socket.create_server(("", 0), backlog=_BACKLOG)
 
 
-def _connection(addresses: Sequence[str], port: int, token: str, rank: int) -> socket.socket:
-    """To a parent, which will read the token.
+def _said(store: compat.Store, place: str, rank: int, what: str, here: int) -> str:
+    """What another rank has put into the store.
+
+    Raises:
+        CollectiveError: Nothing came in the store's time, or the store is gone.
+    """
+    try:
+        return str(store.get(f"{place}/{rank}/{what}").decode())
+    except RuntimeError as error:  # a DistStoreError, but for stores in files
+        raise CollectiveError(
+            f"rank {here} on {socket.gethostname()} learned nothing from rank {rank}, with which it exchanges what is small: {error}. Look "
+            "for the first error in its output, and for ranks that ended before"
+        ) from error
+
+
+def _connection(addresses: Sequence[str], port: int, secret: _Secret, rank: int) -> socket.socket:
+    """To a parent.
 
     Raises:
         OSError: No address leads to one; that of the last.
@@ -311,17 +332,26 @@ def _connection(addresses: Sequence[str], port: int, token: str, rank: int) -> s
     *others, last = addresses
     for address in others:
         with contextlib.suppress(OSError):
-            return _connected(address, port, token, rank)
-    return _connected(last, port, token, rank)
+            return _connected(address, port, secret, rank)
+    return _connected(last, port, secret, rank)
 
 
-def _connected(address: str, port: int, token: str, rank: int) -> socket.socket:
+def _connected(address: str, port: int, secret: _Secret, rank: int) -> socket.socket:
     connection = socket.create_connection((address, port), timeout=_CONNECT_S)
-    connection.sendall(_GREETING.pack(token.encode(), rank))
+    try:
+        connection.settimeout(_GREETING_S)
+        connection.sendall(_GREETING.pack(secret.of_child.encode(), rank))
+        if not secrets.compare_digest(_read(connection, _ANSWER_BYTES), secret.of_parent.encode()):
+            raise ConnectionError("what answers there is not that rank")
+    except OSError:
+        connection.close()
+        raise
     return connection
 
 
-def _accepted(listener: socket.socket, token: str, children: Sequence[int], until: float) -> dict[int, socket.socket]:
+def _accepted(
+    listener: socket.socket, secret: _Secret, children: Sequence[int], until: float
+) -> dict[int, socket.socket]:
     """Connections of those children that have come in time. What has no token is closed, and none is waited for alone.
 
     Raises:
@@ -344,7 +374,7 @@ def _accepted(listener: socket.socket, token: str, children: Sequence[int], unti
                         greetings[connection] = b"", time.monotonic() + _GREETING_S
                         selector.register(connection, selectors.EVENT_READ)
                 for connection in greetings.keys() & set(ready):
-                    rank = _greeted(connection, greetings, token)
+                    rank = _greeted(connection, greetings, secret)
                     if rank is not None and rank in children:
                         selector.unregister(connection)
                         del greetings[connection]
@@ -357,8 +387,10 @@ def _accepted(listener: socket.socket, token: str, children: Sequence[int], unti
     return came
 
 
-def _greeted(connection: socket.socket, greetings: dict[socket.socket, tuple[bytes, float]], token: str) -> int | None:
-    """The rank that a whole greeting names, -1 without the token; `None` while it is not whole."""
+def _greeted(
+    connection: socket.socket, greetings: dict[socket.socket, tuple[bytes, float]], secret: _Secret
+) -> int | None:
+    """The rank that a whole greeting names, which is answered; -1 without the token, `None` while it is not whole."""
     data, limit = greetings[connection]
     try:
         news = connection.recv(_GREETING.size - len(data))
@@ -371,7 +403,13 @@ def _greeted(connection: socket.socket, greetings: dict[socket.socket, tuple[byt
         greetings[connection] = data, limit
         return None if news else -1
     key, rank = _GREETING.unpack(data)
-    return int(rank) if secrets.compare_digest(key, token.encode()) else -1
+    if not secrets.compare_digest(key, secret.of_child.encode()):
+        return -1
+    try:
+        connection.sendall(secret.of_parent.encode())
+    except OSError:  # it has gone meanwhile
+        return -1
+    return int(rank)
 
 
 def _turn_away(

@@ -101,6 +101,25 @@ class SaveAt(Callback):
             trainer.save_checkpoint(self.path)
 
 
+class Moved(Callback):
+    """The checkpoint is elsewhere while a run that was resumed from it trains: what it holds was read before, gradients too."""
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+
+    def on_train_start(self, trainer: Any, model: Any) -> None:
+        self._move(self.path, self.path.with_suffix(".moved"))
+
+    def on_train_end(self, trainer: Any, model: Any) -> None:
+        self._move(self.path.with_suffix(".moved"), self.path)
+
+    def _move(self, before: Path, after: Path) -> None:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            before.rename(after)
+        dist.barrier()
+
+
 def trainer_of(world: int, kind: str, callbacks: list[Callback], accelerator: str = "cpu") -> Any:
     """`kind` is a `state_dict_type`, with loss scaling if it begins with "scaled "."""
     scaled = kind.startswith("scaled ")
@@ -162,8 +181,9 @@ def resumed(rank: int, world: int, folder: str, accelerator: str = "cpu") -> dic
     for kind, name in CASES:
         torch.manual_seed(5)
         model = Noisy()
-        trainer = trainer_of(world, kind, [], accelerator)
-        trainer.fit(model, Loader(rank), ckpt_path=f"{folder}/{kind}-{SAVES[name]}.ckpt")
+        path = f"{folder}/{kind}-{SAVES[name]}.ckpt"
+        trainer = trainer_of(world, kind, [Moved(path)], accelerator)
+        trainer.fit(model, Loader(rank), ckpt_path=path)
         found[f"{kind}, {name}"] = outcome(trainer, model)
     return found
 

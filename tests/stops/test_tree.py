@@ -9,6 +9,8 @@ import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -88,6 +90,24 @@ def test_ranks_that_wait_end_when_one_is_gone(gone: int) -> None:
     assert any(f"lost rank {gone}" in str(outcome) for outcome in others)
 
 
+def test_the_kernel_ends_connections_to_a_host_that_answers_nothing() -> None:
+    """What was sent and is not acknowledged is not covered by keepalive (tcp(7))."""
+
+    def options(tree: Tree) -> list[tuple[int, int]]:
+        ends = [*tree._children, *([tree._parent] if tree._parent is not None else [])]
+        return [
+            (
+                end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE),
+                end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT),
+            )
+            for end in ends
+        ]
+
+    for found in together(dist.HashStore(), options, 3):
+        assert found
+        assert all(keeps == 1 and 0 < unanswered_ms <= 10_000 for keeps, unanswered_ms in found)
+
+
 def test_a_second_start_in_the_same_store_is_another_tree() -> None:
     store = dist.HashStore()
     assert [together(store, lambda tree: tree.decide(tree.rank, max), 3) for _ in range(2)] == [[2, 2, 2]] * 2
@@ -103,13 +123,48 @@ def test_what_has_no_token_is_not_taken_for_a_rank() -> None:
     with ThreadPoolExecutor(1) as pool:
         came = pool.submit(first)
         store.set("place/of 2/0/1/network", json.dumps("elsewhere"))  # until then the first does not listen
-        _, port, _ = json.loads(store.get("place/of 2/0/0/contact"))
+        _, port, *_ = json.loads(store.get("place/of 2/0/0/contact"))
         for greeting in (b"GET / HTTP/1.1\r\n\r\n" + b" " * 40, b""):
             with socket.create_connection(("127.0.0.1", port)) as stranger:
                 stranger.sendall(greeting)
         second = Tree.connected(store, "place", 1, 2, limit_s=60, meeting_s=60)
         second.to_first("second")
         assert came.result() == ["first", "second"]
+
+
+def test_what_answers_at_an_address_of_the_parent_is_not_taken_for_it() -> None:
+    """Hosts may have the same address in networks of their own, and what listens there would be spoken to in the parent's stead."""
+    store: Any = dist.HashStore()
+    listener = socket.create_server(("127.0.0.1", 0))
+    stranger = socket.create_server(("127.0.0.2", listener.getsockname()[1]))
+
+    def answer() -> None:
+        with stranger, stranger.accept()[0] as connection:
+            connection.recv(64)
+            connection.sendall(b"x" * 64)
+
+    def passed(rank: int) -> Any:
+        return Tree.connected(store, "place", rank, 2, limit_s=60, meeting_s=60).to_first(rank)
+
+    with (
+        mock.patch("lightning_mfsdp.base.tree.network_of_host", side_effect=["one", "another"]),
+        mock.patch("lightning_mfsdp.base.tree.addresses_of_host", return_value=["127.0.0.2", "127.0.0.1"]),
+        mock.patch("lightning_mfsdp.base.tree._listener", return_value=listener),
+        ThreadPoolExecutor(3) as pool,
+    ):
+        answered = pool.submit(answer)
+        assert list(pool.map(passed, range(2))) == [[0, 1], None]
+        answered.result()
+
+
+def test_a_rank_that_ended_before_is_named(tmp_path: Path) -> None:
+    store: Any = dist.FileStore(str(tmp_path / "store"), 2)
+    store.set_timeout(timedelta(seconds=0.1))
+    for rank, other in ((0, 1), (1, 0)):
+        with pytest.raises(
+            CollectiveError, match=rf"^rank {rank} on .* learned nothing from rank {other}, .*ended before"
+        ):
+            Tree.connected(store, f"place {rank}", rank, 2, limit_s=None, meeting_s=60)
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
@@ -129,7 +184,7 @@ def test_what_connects_and_says_nothing_delays_no_rank() -> None:
     with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as strangers:
         came = pool.submit(first)
         store.set("place/of 2/0/1/network", json.dumps("elsewhere"))
-        _, port, _ = json.loads(store.get("place/of 2/0/0/contact"))
+        _, port, *_ = json.loads(store.get("place/of 2/0/0/contact"))
         for _ in range(3):
             strangers.enter_context(socket.create_connection(("127.0.0.1", port)))
         second = Tree.connected(store, "place", 1, 2, limit_s=60, meeting_s=8)
@@ -143,7 +198,7 @@ def test_a_rank_that_can_open_no_file_says_so() -> None:
     error = OSError(errno.EMFILE, "Too many open files")
     with mock.patch.object(socket.socket, "accept", side_effect=error), ThreadPoolExecutor(1) as pool:
         came = pool.submit(Tree.connected, store, "place", 0, 2, limit_s=None, meeting_s=20)
-        _, port, _ = json.loads(store.get("place/of 2/0/0/contact"))
+        _, port, *_ = json.loads(store.get("place/of 2/0/0/contact"))
         with socket.create_connection(("127.0.0.1", port)):
             problem = str(came.exception())
     assert "cannot accept connections of ranks [1]" in problem
