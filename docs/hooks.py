@@ -19,7 +19,9 @@ VERSION = re.compile(r'^__version__ = "(.*)"$', flags=re.MULTILINE)
 # Python has tomllib from 3.11 on only.
 REPOSITORY = re.compile(r'^repository = "(.*)"$', flags=re.MULTILINE)
 
-LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?:|#)([^)\s#]+)(#[^)\s]*)?\)")
+LINK = re.compile(
+    r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?:|#)([^)\s#]+)(#[^)\s]*)?\)"
+)
 
 # Attributes that make a browser load something, by tag. Links with these relations it does not load.
 LOADED = {
@@ -49,17 +51,25 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
 
     def replaced(match: re.Match[str]) -> str:
         text, target, anchor = match.groups()
-        path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page.file.src_uri), target))
+        path = posixpath.normpath(
+            posixpath.join("docs", posixpath.dirname(page.file.src_uri), target)
+        )
         if path.startswith("docs/"):
             return match.group()
-        return f"[{text}]({config.repo_url.rstrip('/')}/blob/main/{path}{anchor or ''})" if config.repo_url else text
+        return (
+            f"[{text}]({config.repo_url.rstrip('/')}/blob/main/{path}{anchor or ''})"
+            if config.repo_url
+            else text
+        )
 
     return LINK.sub(replaced, markdown)
 
 
 def on_files(files: Any, *, config: Any, **_: Any) -> Any:
     """Called by mkdocs with the files of docs."""
-    from mkdocs.structure.files import File  # the other functions are tested without mkdocs
+    from mkdocs.structure.files import (
+        File,
+    )  # the other functions are tested without mkdocs
 
     files.append(File.generated(config, "contributing.md", content=contributing()))
     return files
@@ -71,9 +81,7 @@ def contributing() -> str:
 
     def moved(match: re.Match[str]) -> str:
         text, target, anchor = match.groups()
-        return (
-            f"[{text}]({target.removeprefix('docs/') if target.startswith('docs/') else f'../{target}'}{anchor or ''})"
-        )
+        return f"[{text}]({target.removeprefix('docs/') if target.startswith('docs/') else f'../{target}'}{anchor or ''})"
 
     return LINK.sub(moved, text)
 
@@ -85,10 +93,20 @@ def on_post_build(*, config: Any, **_: Any) -> None:
         ValueError: A page loads something from elsewhere.
     """
     pages = sorted(Path(config.site_dir).rglob("*.html"))
-    loaded = {address: page for page in pages for address in loaded_from_elsewhere(page.read_text(encoding="utf-8"))}
+    loaded = {
+        address: page
+        for page in pages
+        for address in loaded_from_elsewhere(page.read_text(encoding="utf-8"))
+    }
     if loaded:
-        lines = [f"{page.relative_to(config.site_dir)}: {address}" for address, page in loaded.items()]
-        raise ValueError("the site loads from elsewhere, so it does not open without a network: " + "; ".join(lines))
+        lines = [
+            f"{page.relative_to(config.site_dir)}: {address}"
+            for address, page in loaded.items()
+        ]
+        raise ValueError(
+            "the site loads from elsewhere, so it does not open without a network: "
+            + "; ".join(lines)
+        )
 
 
 def loaded_from_elsewhere(page: str) -> list[str]:
@@ -96,10 +114,15 @@ def loaded_from_elsewhere(page: str) -> list[str]:
     found: list[str] = []
 
     class Reader(HTMLParser):
-        def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        def handle_starttag(
+            self, tag: str, attributes: list[tuple[str, str | None]]
+        ) -> None:
             values = {name: value or "" for name, value in attributes}
             address = values.get(LOADED.get(tag, ""), "")
-            if re.match("(https?:)?//", address) and not set(values.get("rel", "").split()) & NOT_LOADED:
+            if (
+                re.match("(https?:)?//", address)
+                and not set(values.get("rel", "").split()) & NOT_LOADED
+            ):
                 found.append(address)
 
     Reader().feed(page)

@@ -23,26 +23,51 @@ PAGE = DOCS / "reference/messages.md"
 SECTIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "Starting and stopping": (
         "troubleshooting.md#it-does-not-start",
-        ("launch", "commands/doctor", "ray.py", "_lightning_api.py", "engine/comm/process_groups.py"),
+        (
+            "launch",
+            "commands/doctor",
+            "ray.py",
+            "_lightning_api.py",
+            "engine/comm/process_groups.py",
+        ),
     ),
     "Options of the strategies": ("quickstart.md", ("options",)),
     "Precision": (
         "precision.md",
         (
-            *("options/dtypes.py", "options/policy_and_precision.py", "trainer/precision.py"),
+            *(
+                "options/dtypes.py",
+                "options/policy_and_precision.py",
+                "trainer/precision.py",
+            ),
             *("engine/core/policy.py", "engine/core/fp32_modules.py"),
         ),
     ),
     "Sharding a model": (
         "strategies.md",
-        ("base", "engine/api", "engine/layout", "engine/comm/mesh.py", "engine/comm/communicators.py"),
+        (
+            "base",
+            "engine/api",
+            "engine/layout",
+            "engine/comm/mesh.py",
+            "engine/comm/communicators.py",
+        ),
     ),
     "Running a sharded model": ("life_of_a_parameter.md", ("engine",)),
     "Optimizers": (
         "strategies.md#other-optimizers",
         (
-            *("optim", "engine/optimizer", "engine/api/optimizer.py", "engine/features/fused_adam.py"),
-            *("engine/features/decoupled.py", "engine/features/offload", "engine/core/host_memory.py"),
+            *(
+                "optim",
+                "engine/optimizer",
+                "engine/api/optimizer.py",
+                "engine/features/fused_adam.py",
+            ),
+            *(
+                "engine/features/decoupled.py",
+                "engine/features/offload",
+                "engine/core/host_memory.py",
+            ),
         ),
     ),
     "CUDA graphs": (
@@ -55,16 +80,34 @@ SECTIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "Paged stash": ("paged_stash.md", ("callbacks/paged_stash", "moe/stash")),
     "Checkpoints": (
         "checkpoints.md",
-        ("checkpoint", "commands", "trainer/checkpointing.py", "trainer/data_position.py", "fabric/checkpoints.py"),
+        (
+            "checkpoint",
+            "commands",
+            "trainer/checkpointing.py",
+            "trainer/data_position.py",
+            "fabric/checkpoints.py",
+        ),
     ),
-    "Safetensors": ("export.md", ("checkpoint/safetensors", "commands/safetensors_folder.py")),
-    "Memory of a model": ("large_runs.md#memory-before-you-rent", ("estimate", "commands/memory")),
+    "Safetensors": (
+        "export.md",
+        ("checkpoint/safetensors", "commands/safetensors_folder.py"),
+    ),
+    "Memory of a model": (
+        "large_runs.md#memory-before-you-rent",
+        ("estimate", "commands/memory"),
+    ),
     "Losses and batches": ("ops.md", ("ops",)),
     "Mixtures of experts": ("moe.md", ("moe",)),
     "Multi-token prediction": ("mtp.md", ("mtp.py",)),
     "Context parallelism": ("long_context.md", ("context_parallel",)),
-    "Tensor parallelism": ("design/tensor_parallel.md", ("tensor_parallel", "base/part.py")),
-    "Activation checkpointing": ("recompute.md", ("recompute", "callbacks/recompute.py")),
+    "Tensor parallelism": (
+        "design/tensor_parallel.md",
+        ("tensor_parallel", "base/part.py"),
+    ),
+    "Activation checkpointing": (
+        "recompute.md",
+        ("recompute", "callbacks/recompute.py"),
+    ),
 }
 
 # Where there is more to read: words of a message, and a section of a page.
@@ -269,22 +312,38 @@ class Finder:
         for name, tree in self.trees.items():
             for function, _ in _functions(tree):
                 if _makes_messages(function):
-                    self.makers.setdefault(function.name, []).append(Scope(name, function))
+                    self.makers.setdefault(function.name, []).append(
+                        Scope(name, function)
+                    )
 
     def messages(self) -> list[Message]:
         found: list[Message] = []
         for name, tree in self.trees.items():
             for function, within in [(None, ""), *_functions(tree)]:
                 nodes = list(_own_nodes(function or tree))
-                caught = {node.name for node in nodes if isinstance(node, ast.ExceptHandler) and node.name}
+                caught = {
+                    node.name
+                    for node in nodes
+                    if isinstance(node, ast.ExceptHandler) and node.name
+                }
                 for node in nodes:
-                    for kind, text in self._said(node, caught, Scope(name, function)):
+                    for kind, text in self._said(
+                        node, caught, Scope(name, function)
+                    ):
                         found.append(
-                            Message(text=text, kind=kind, file=name, function=f"{name}:{within}", line=node.lineno)
+                            Message(
+                                text=text,
+                                kind=kind,
+                                file=name,
+                                function=f"{name}:{within}",
+                                line=node.lineno,
+                            )
                         )
         return found
 
-    def _said(self, node: ast.AST, caught: set[str], scope: Scope) -> Iterator[tuple[str, str]]:
+    def _said(
+        self, node: ast.AST, caught: set[str], scope: Scope
+    ) -> Iterator[tuple[str, str]]:
         """Classes and texts. `raise` alone, and of an exception that was caught, passes on what was said elsewhere."""
         if isinstance(node, ast.Raise) and node.exc is not None:
             if not (isinstance(node.exc, ast.Name) and node.exc.id in caught):
@@ -301,7 +360,9 @@ class Finder:
             else:
                 texts = self._texts(node.args[0], scope) if node.args else [""]
                 yield from ((_called(node) or "…", text) for text in texts)
-        elif isinstance(node, ast.Name) and (values := self._assigned(node.id, scope)):
+        elif isinstance(node, ast.Name) and (
+            values := self._assigned(node.id, scope)
+        ):
             for value, where in values:
                 yield from self._errors(value, where)
         elif isinstance(node, ast.Name):
@@ -312,28 +373,62 @@ class Finder:
     def _texts(self, node: ast.expr, scope: Scope) -> list[str]:
         """What an expression may say. What is only known at run time is `…`."""
         if isinstance(node, ast.Constant):
-            return [re.sub(r"%[sdr]", "…", node.value)] if isinstance(node.value, str) else ["…"]
+            return (
+                [re.sub(r"%[sdr]", "…", node.value)]
+                if isinstance(node.value, str)
+                else ["…"]
+            )
         if isinstance(node, ast.JoinedStr):
             parts = [
-                self._filled(part.value, scope) if isinstance(part, ast.FormattedValue) else self._texts(part, scope)
+                self._filled(part.value, scope)
+                if isinstance(part, ast.FormattedValue)
+                else self._texts(part, scope)
                 for part in node.values
             ]
             return ["".join(choice) for choice in itertools.product(*parts)]
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-            both = itertools.product(self._texts(node.left, scope), self._texts(node.right, scope))
+            both = itertools.product(
+                self._texts(node.left, scope), self._texts(node.right, scope)
+            )
             return ["".join(choice) for choice in both]
-        if isinstance(node, ast.Call) and _called(node) == "join" and len(node.args) == 1:
+        if (
+            isinstance(node, ast.Call)
+            and _called(node) == "join"
+            and len(node.args) == 1
+        ):
             between = self._texts(node.func.value, scope)[0]
-            return [between.join(choice) for choice in itertools.product(*self._lines(node.args[0], scope))]
+            return [
+                between.join(choice)
+                for choice in itertools.product(*self._lines(node.args[0], scope))
+            ]
         if isinstance(node, ast.Call) and _called(node) == "format":
-            return [re.sub(r"\{\w*\}", "…", text) for text in self._texts(node.func.value, scope)]
+            return [
+                re.sub(r"\{\w*\}", "…", text)
+                for text in self._texts(node.func.value, scope)
+            ]
         if isinstance(node, ast.IfExp):
-            return _once([*self._texts(node.body, scope), *self._texts(node.orelse, scope)])
-        if isinstance(node, ast.Name) and (values := self._assigned(node.id, scope)):
-            return _once([text for value, where in values for text in self._texts(value, where)])
+            return _once(
+                [*self._texts(node.body, scope), *self._texts(node.orelse, scope)]
+            )
+        if isinstance(node, ast.Name) and (
+            values := self._assigned(node.id, scope)
+        ):
+            return _once(
+                [
+                    text
+                    for value, where in values
+                    for text in self._texts(value, where)
+                ]
+            )
         if isinstance(node, ast.Call) and _called(node) in self.makers:
             values = self._returned(_called(node), scope)
-            return _once([text for value, where in values for text in self._texts(value, where)]) or ["…"]
+            return _once(
+                [
+                    text
+                    for value, where in values
+                    for text in self._texts(value, where)
+                ]
+            ) or ["…"]
         return ["…"]
 
     def _lines(self, node: ast.expr, scope: Scope) -> Iterator[list[str]]:
@@ -341,11 +436,15 @@ class Finder:
         if isinstance(node, ast.List):
             for part in node.elts:
                 yield from (
-                    self._lines(part.value, scope) if isinstance(part, ast.Starred) else [self._texts(part, scope)]
+                    self._lines(part.value, scope)
+                    if isinstance(part, ast.Starred)
+                    else [self._texts(part, scope)]
                 )
         elif isinstance(node, ast.GeneratorExp | ast.ListComp):
             yield self._texts(node.elt, scope)
-        elif isinstance(node, ast.Name) and (values := self._assigned(node.id, scope)):
+        elif isinstance(node, ast.Name) and (
+            values := self._assigned(node.id, scope)
+        ):
             yield from self._lines(*values[0])
             yield ["…"]  # what is appended to it
         else:
@@ -354,7 +453,12 @@ class Finder:
     def _filled(self, node: ast.expr, scope: Scope) -> list[str]:
         """Whole sentences that are filled in are part of the message; names, numbers and the like are not."""
         texts = self._texts(node, scope)
-        return texts if len(texts) <= MANY and any(len(text.replace("…", "")) >= LONG for text in texts) else ["…"]
+        return (
+            texts
+            if len(texts) <= MANY
+            and any(len(text.replace("…", "")) >= LONG for text in texts)
+            else ["…"]
+        )
 
     def _returned(self, called: str, scope: Scope) -> list[tuple[ast.expr, Scope]]:
         if called in scope.known:
@@ -364,7 +468,9 @@ class Finder:
             (node.value, Scope(maker.file, maker.function, known))
             for maker in self.makers[called]
             for node in _own_nodes(maker.function)
-            if isinstance(node, ast.Return) and node.value is not None and not _is_empty(node.value)
+            if isinstance(node, ast.Return)
+            and node.value is not None
+            and not _is_empty(node.value)
         ]
 
     def _assigned(self, name: str, scope: Scope) -> list[tuple[ast.expr, Scope]]:
@@ -373,13 +479,20 @@ class Finder:
             return []
         within = Scope(scope.file, scope.function, scope.known | {name})
         tree = self.trees[scope.file]
-        values = list(_values_of(name, scope.function)) or list(_values_of(name, tree))
+        values = list(_values_of(name, scope.function)) or list(
+            _values_of(name, tree)
+        )
         for node in () if values else ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and any(name in (one.asname, one.name) for one in node.names):
-                source = (node.module or "").removeprefix("lightning_mfsdp.").replace(".", "/") + ".py"
+            if isinstance(node, ast.ImportFrom) and any(
+                name in (one.asname, one.name) for one in node.names
+            ):
+                source = (node.module or "").removeprefix(
+                    "lightning_mfsdp."
+                ).replace(".", "/") + ".py"
                 if source in self.trees:
                     return [
-                        (value, Scope(source, None, within.known)) for value in _values_of(name, self.trees[source])
+                        (value, Scope(source, None, within.known))
+                        for value in _values_of(name, self.trees[source])
                     ]
         return [(value, within) for value in values]
 
@@ -398,7 +511,9 @@ def _functions(tree: ast.AST, within: str = "") -> Iterator[tuple[Function, str]
 def _makes_messages(function: Function) -> bool:
     """Whether what a function returns is a text or an error, and not something that a message is filled in with."""
     result = function.returns
-    return isinstance(result, ast.Name) and (result.id == "str" or result.id.endswith(("Error", "Exception")))
+    return isinstance(result, ast.Name) and (
+        result.id == "str" or result.id.endswith(("Error", "Exception"))
+    )
 
 
 def _own_nodes(scope: ast.AST | None) -> Iterator[ast.AST]:
@@ -410,20 +525,36 @@ def _own_nodes(scope: ast.AST | None) -> Iterator[ast.AST]:
 
 
 def _called(node: ast.Call) -> str:
-    return node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+    return (
+        node.func.id
+        if isinstance(node.func, ast.Name)
+        else getattr(node.func, "attr", "")
+    )
 
 
 def _category(node: ast.Call) -> str:
     """The class of a warning."""
-    given = [word.value for word in node.keywords if word.arg == "category"] or node.args[1:2]
-    return given[0].id if given and isinstance(given[0], ast.Name) else "UserWarning"
+    given = [
+        word.value for word in node.keywords if word.arg == "category"
+    ] or node.args[1:2]
+    return (
+        given[0].id if given and isinstance(given[0], ast.Name) else "UserWarning"
+    )
 
 
 def _values_of(name: str, scope: ast.AST | None) -> Iterator[ast.expr]:
     for node in _own_nodes(scope):
-        if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+        if (
+            isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr)
+            and node.value is not None
+        ):
+            targets = (
+                node.targets if isinstance(node, ast.Assign) else [node.target]
+            )
+            if any(
+                isinstance(target, ast.Name) and target.id == name
+                for target in targets
+            ):
                 yield node.value
 
 
@@ -438,13 +569,18 @@ def _once(texts: list[str]) -> list[str]:
 @cache
 def package_messages() -> tuple[Message, ...]:
     """All that calls of the package's functions may lead to."""
-    files = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
+    files = {
+        path.relative_to(PACKAGE).as_posix(): path.read_text()
+        for path in sorted(PACKAGE.rglob("*.py"))
+    }
     return tuple(Finder(files).messages())
 
 
 def section_of(file: str) -> str:
     """Raises KeyError for a file that no section is for."""
-    titles = {path: title for title, (_, paths) in SECTIONS.items() for path in paths}
+    titles = {
+        path: title for title, (_, paths) in SECTIONS.items() for path in paths
+    }
     parts = file.split("/")
     for length in range(len(parts), 0, -1):
         if (title := titles.get("/".join(parts[:length]))) is not None:
@@ -455,9 +591,16 @@ def section_of(file: str) -> str:
 @cache
 def anchors(page: Path) -> dict[str, str]:
     """The headings of a page by their anchors; "" is its title."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(
+        r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL
+    )
     headings = re.findall(r"^#{2,} (.+)$", text, flags=re.MULTILINE)
-    slugs = {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()): heading for heading in headings}
+    slugs = {
+        re.sub(
+            r"\s+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()
+        ): heading
+        for heading in headings
+    }
     return {"": text.partition("\n")[0].removeprefix("# "), **slugs}
 
 
@@ -484,9 +627,17 @@ def index(messages: Iterable[Message]) -> str:
             "| message | class | more |",
             "|---|---|---|",
         ]
-        for message in sorted(table.values(), key=lambda message: message.text.lstrip("…:( ").lower()):
-            more = dict.fromkeys(target for words, target in READ_MORE.items() if words in message.text)
-            lines.append(f"| {code(message.text)} | `{message.kind}` | {', '.join(map(link, more))} |")
+        for message in sorted(
+            table.values(), key=lambda message: message.text.lstrip("…:( ").lower()
+        ):
+            more = dict.fromkeys(
+                target
+                for words, target in READ_MORE.items()
+                if words in message.text
+            )
+            lines.append(
+                f"| {code(message.text)} | `{message.kind}` | {', '.join(map(link, more))} |"
+            )
     return "\n".join(lines) + "\n"
 
 

@@ -72,7 +72,13 @@ class Option:
     @property
     def row(self) -> str:
         """Its line of a table."""
-        cells = (f"`{self.name}`", f"`{self.default}`", self.values, self.change_it, self.more)
+        cells = (
+            f"`{self.name}`",
+            f"`{self.default}`",
+            self.values,
+            self.change_it,
+            self.more,
+        )
         return f"| {' | '.join(cells)} | {'yes' if self.of_both else 'no'} |"
 
 
@@ -82,29 +88,50 @@ def declared(source: str) -> list[Option]:
     Raises:
         ValueError: An option says too little.
     """
-    classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+    classes = {
+        node.name: node
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef)
+    }
     return [
         option(source, field, below, of_both=name == BOTH)
         for name in (BOTH, TRAINERS)
-        for field, below in zip(classes[name].body, [*classes[name].body[1:], None], strict=True)
+        for field, below in zip(
+            classes[name].body, [*classes[name].body[1:], None], strict=True
+        )
         if isinstance(field, ast.AnnAssign)
     ]
 
 
-def option(source: str, field: ast.AnnAssign, below: ast.stmt | None, *, of_both: bool) -> Option:
+def option(
+    source: str, field: ast.AnnAssign, below: ast.stmt | None, *, of_both: bool
+) -> Option:
     """That of a field, and of what stands below it."""
     name, default = ast.unparse(field.target), field.value
-    said = below.value.value if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) else None
+    said = (
+        below.value.value
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+        else None
+    )
     if default is None or not isinstance(said, str):
-        raise ValueError(f"{name}: an option has a default, and a text below it that says what it does")
+        raise ValueError(
+            f"{name}: an option has a default, and a text below it that says what it does"
+        )
     text, _, labeled = inspect.cleandoc(said).partition("\n\n")
-    unlabeled, *parts = re.split(rf"^({'|'.join(LABELS)}): ", labeled, flags=re.MULTILINE)
-    cells = {label: on_one_line(cell) for label, cell in zip(parts[::2], parts[1::2], strict=True)}
+    unlabeled, *parts = re.split(
+        rf"^({'|'.join(LABELS)}): ", labeled, flags=re.MULTILINE
+    )
+    cells = {
+        label: on_one_line(cell)
+        for label, cell in zip(parts[::2], parts[1::2], strict=True)
+    }
     cells.setdefault("Fabric", "As in `MFSDPStrategy`.")
     cells.setdefault("Values", values(field.annotation))
     missing = [label for label in LABELS if not cells.get(label)]
     if missing or unlabeled.strip():
-        raise ValueError(f"{name}: expected a paragraph and then {', '.join(missing) or 'labels'}; see docs/options.py")
+        raise ValueError(
+            f"{name}: expected a paragraph and then {', '.join(missing) or 'labels'}; see docs/options.py"
+        )
     return Option(
         name=name,
         type=ast.get_source_segment(source, field.annotation) or "",
@@ -136,7 +163,9 @@ def choices(annotation: ast.expr) -> Iterator[str | None]:
         case ast.BinOp(left=left, right=right):
             yield from choices(left)
             yield from choices(right)
-        case ast.Subscript(value=ast.Name("Literal"), slice=ast.Tuple(elts=constants)):
+        case ast.Subscript(
+            value=ast.Name("Literal"), slice=ast.Tuple(elts=constants)
+        ):
             yield from map(written, constants)
         case ast.Subscript(value=ast.Name("Literal"), slice=constant):
             yield written(constant)
@@ -154,7 +183,12 @@ def written(constant: ast.expr) -> str:
     return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
-def strategy(text: str, options: Iterable[Option], texts: Mapping[str, str], imports: Mapping[str, str]) -> str:
+def strategy(
+    text: str,
+    options: Iterable[Option],
+    texts: Mapping[str, str],
+    imports: Mapping[str, str],
+) -> str:
     """The file of a strategy, with these options.
 
     Args:
@@ -166,20 +200,30 @@ def strategy(text: str, options: Iterable[Option], texts: Mapping[str, str], imp
     head, begins, rest = text.partition(BEGINS)
     _, ends, tail = rest.partition(ENDS)
     if not begins or not ends:
-        raise ValueError(f"a signature has lost its comments {BEGINS.strip()!r} and {ENDS.strip()!r}")
+        raise ValueError(
+            f"a signature has lost its comments {BEGINS.strip()!r} and {ENDS.strip()!r}"
+        )
     head, opens, documented = head.partition("    Args:\n")
     arguments, closes, constructor = documented.partition("\n    Raises:\n")
     entries = [entry(name, said) for name, said in texts.items()]
     of_lightning = lightnings(text)
-    entries += [found[0] for found in ENTRY.finditer(arguments) if found[1] in of_lightning]
+    entries += [
+        found[0] for found in ENTRY.finditer(arguments) if found[1] in of_lightning
+    ]
     parameters = "".join(option.parameter for option in options)
-    made = "".join((head, opens, *entries, closes, constructor, begins, parameters, ends, tail))
+    made = "".join(
+        (head, opens, *entries, closes, constructor, begins, parameters, ends, tail)
+    )
     return with_imports(made, parameters, imports)
 
 
 def lightnings(text: str) -> list[str]:
     """Names of the arguments of a strategy that are no options of ours."""
-    return re.findall(r"^        (\w+): ", text.partition(ENDS)[2].partition("    ) -> None:\n")[0], flags=re.MULTILINE)
+    return re.findall(
+        r"^        (\w+): ",
+        text.partition(ENDS)[2].partition("    ) -> None:\n")[0],
+        flags=re.MULTILINE,
+    )
 
 
 def entry(name: str, text: str) -> str:
@@ -210,8 +254,14 @@ def imported(source: str) -> dict[str, str]:
 
 def with_imports(text: str, parameters: str, imports: Mapping[str, str]) -> str:
     """A file that imports the names in its parameters. New lines come first; `ruff check --fix` sorts them in."""
-    used = {node.id for node in ast.walk(ast.parse(f"def f(\n{parameters}): ...")) if isinstance(node, ast.Name)}
-    lacking = sorted(imports[name] for name in used & imports.keys() - imported(text).keys())
+    used = {
+        node.id
+        for node in ast.walk(ast.parse(f"def f(\n{parameters}): ..."))
+        if isinstance(node, ast.Name)
+    }
+    lacking = sorted(
+        imports[name] for name in used & imports.keys() - imported(text).keys()
+    )
     first = "from __future__ import annotations\n\n"
     return text.replace(first, first + "".join(f"{line}\n" for line in lacking), 1)
 
@@ -231,14 +281,20 @@ def page(text: str, options: Iterable[Option], kept: Iterable[str]) -> str:
             continue
         own = rows.pop(section.partition("\n")[0].removeprefix("## "), {})
         lines = table.splitlines()
-        there = {line.split(" | ")[0].removeprefix("| "): line for line in lines if line.startswith("| ")}
+        there = {
+            line.split(" | ")[0].removeprefix("| "): line
+            for line in lines
+            if line.startswith("| ")
+        }
         inside = [own[name] for name in there if name in own]
         inside += [row for name, row in own.items() if name not in there]
         inside += [line for name, line in there.items() if name in of_lightning]
         after = [line for line in lines if not line.startswith("| ")]
         made.append(before + rule + "\n".join([*inside, *after]) + "\n")
     if rows:
-        raise ValueError(f"{PAGE.name} has no table under {', '.join(map(repr, rows))}")
+        raise ValueError(
+            f"{PAGE.name} has no table under {', '.join(map(repr, rows))}"
+        )
     return "".join(made)
 
 
@@ -248,8 +304,12 @@ def files(source: str) -> dict[Path, str]:
     of_both = [one for one in options if one.of_both]
     trainer, fabric = TRAINER.read_text(), FABRIC.read_text()
     return {
-        TRAINER: strategy(trainer, options, {one.name: one.text for one in options}, imports),
-        FABRIC: strategy(fabric, of_both, {one.name: one.in_fabric for one in of_both}, imports),
+        TRAINER: strategy(
+            trainer, options, {one.name: one.text for one in options}, imports
+        ),
+        FABRIC: strategy(
+            fabric, of_both, {one.name: one.in_fabric for one in of_both}, imports
+        ),
         PAGE: page(PAGE.read_text(), options, lightnings(trainer)),
     }
 

@@ -8,12 +8,19 @@ from pathlib import Path
 PICTURE = Path(__file__).resolve().parent / "pictures/strategies.svg"
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-COLORS = {"weights": "#4051b5", "main weights": "#8c9eff", "gradients": "#f2a03d", "optimizer state": "#9aa0b4"}
+COLORS = {
+    "weights": "#4051b5",
+    "main weights": "#8c9eff",
+    "gradients": "#f2a03d",
+    "optimizer state": "#9aa0b4",
+}
 RANKS = 8
 LEFT, TOP, WIDTH, BAR, STEP = 170, 62, 500, 28, 46
 
 
-def bytes_per_parameter(sharding: int, ranks: int, c: int = 2, m: int = 4, g: int = 4, s: int = 8) -> dict[str, float]:
+def bytes_per_parameter(
+    sharding: int, ranks: int, c: int = 2, m: int = 4, g: int = 4, s: int = 8
+) -> dict[str, float]:
     """Of one rank between backward and the optimizer step, as the table of docs/strategies.md has them. By default bf16-mixed with Adam.
 
     Args:

@@ -59,11 +59,33 @@ OF_VARIABLES = {
     "context.reductions": "ReductionSchedule",
 }
 OF_OTHERS = (
-    *("self", "lane", "self._lane", "self.place.values", "past", "place", "values", "made", "wrapped"),
+    *(
+        "self",
+        "lane",
+        "self._lane",
+        "self.place.values",
+        "past",
+        "place",
+        "values",
+        "made",
+        "wrapped",
+    ),
     *("gradient", "parameter", "tensor", "whole", "part"),
 )
 CHANGES = frozenset(
-    ("add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem", "popleft", "remove")
+    (
+        "add",
+        "append",
+        "appendleft",
+        "clear",
+        "discard",
+        "extend",
+        "insert",
+        "pop",
+        "popitem",
+        "popleft",
+        "remove",
+    )
 ) | {"setdefault", "update"}
 CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
 INTRODUCTION = """# What the core remembers
@@ -81,7 +103,11 @@ def classes_and_functions(tree: ast.Module) -> Iterator[tuple[str, str, ast.AST]
     """Every function that stands in a class or a file, with the class around it ("" outside) and its name; nested ones count to it."""
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
-            yield from ((node.name, one.name, one) for one in node.body if isinstance(one, ast.FunctionDef))
+            yield from (
+                (node.name, one.name, one)
+                for one in node.body
+                if isinstance(one, ast.FunctionDef)
+            )
         elif isinstance(node, ast.FunctionDef):
             yield "", node.name, node
 
@@ -95,9 +121,19 @@ def writes(function: ast.AST) -> Iterator[tuple[str, str]]:
         elif isinstance(node, (ast.AugAssign, ast.AnnAssign)):
             targets = [node.target]
         elif isinstance(node, ast.Delete):
-            targets = [one for one in node.targets if isinstance(one, ast.Subscript)]
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES:
-            targets = [node.func.value] if isinstance(node.func.value, ast.Attribute) else []
+            targets = [
+                one for one in node.targets if isinstance(one, ast.Subscript)
+            ]
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in CHANGES
+        ):
+            targets = (
+                [node.func.value]
+                if isinstance(node.func.value, ast.Attribute)
+                else []
+            )
         while targets:
             target = targets.pop(0)
             if isinstance(target, (ast.Tuple, ast.List)):
@@ -113,13 +149,21 @@ def meanings(node: ast.ClassDef, source: str) -> dict[str, str]:
     said = {}
     constructor = next((one for one in node.body if _is_constructor(one)), node)
     before = ""
-    for line in source.splitlines()[constructor.lineno - 1 : constructor.end_lineno]:
+    for line in source.splitlines()[
+        constructor.lineno - 1 : constructor.end_lineno
+    ]:
         assigned, _, behind = line.partition("  # ")
         comment = behind or before
         if comment and assigned.startswith("        self."):
             targets = assigned.split(" = ")[:-1] or [assigned]
-            said.update((name, comment) for target in targets for name in re.findall(r"self\.(\w+)", target))
-        before = line.strip().removeprefix("# ") if line.strip().startswith("# ") else ""
+            said.update(
+                (name, comment)
+                for target in targets
+                for name in re.findall(r"self\.(\w+)", target)
+            )
+        before = (
+            line.strip().removeprefix("# ") if line.strip().startswith("# ") else ""
+        )
     _, _, listed = (ast.get_docstring(node) or "").partition("Attributes:\n")
     for name, text in re.findall(r"^    (\w+): (.*(?:\n {8,}.*)*)", listed, re.M):
         said[name] = " ".join(text.split())
@@ -132,11 +176,18 @@ def _is_constructor(node: ast.AST) -> bool:
 
 def table(engine: Path = ENGINE) -> dict[str, list[tuple[str, str, list[str]]]]:
     """By class: attribute, meaning, and the functions that write it."""
-    trees = {path.relative_to(engine).as_posix(): ast.parse(path.read_text()) for path in sorted(engine.rglob("*.py"))}
+    trees = {
+        path.relative_to(engine).as_posix(): ast.parse(path.read_text())
+        for path in sorted(engine.rglob("*.py"))
+    }
     own: dict[str, dict[str, None]] = {name: {} for name in CLASSES}
     said: dict[str, dict[str, str]] = {}
     for name, file in CLASSES.items():
-        node = next(one for one in trees[file].body if isinstance(one, ast.ClassDef) and one.name == name)
+        node = next(
+            one
+            for one in trees[file].body
+            if isinstance(one, ast.ClassDef) and one.name == name
+        )
         source = (engine / file).read_text()
         said[name] = meanings(node, source)
         own[name] |= {
@@ -145,8 +196,14 @@ def table(engine: Path = ENGINE) -> dict[str, list[tuple[str, str, list[str]]]]:
             if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
         }
         for method in sorted(node.body, key=_is_constructor, reverse=True):
-            own[name] |= {attribute: None for variable, attribute in writes(method) if variable == "self"}
-    owners = Counter(attribute for attributes in own.values() for attribute in attributes)
+            own[name] |= {
+                attribute: None
+                for variable, attribute in writes(method)
+                if variable == "self"
+            }
+    owners = Counter(
+        attribute for attributes in own.values() for attribute in attributes
+    )
     found: dict[tuple[str, str], dict[str, None]] = {}
     for file, tree in trees.items():
         for around, name, function in classes_and_functions(tree):
@@ -154,13 +211,19 @@ def table(engine: Path = ENGINE) -> dict[str, list[tuple[str, str, list[str]]]]:
                 continue
             label = f"{around}.{name}" if around else f"{Path(file).stem}.{name}"
             for variable, attribute in writes(function):
-                of = around if variable == "self" else OF_VARIABLES.get(variable, "")
+                of = (
+                    around if variable == "self" else OF_VARIABLES.get(variable, "")
+                )
                 if not of and owners[attribute] == 1 and variable not in OF_OTHERS:
                     of = next(one for one in CLASSES if attribute in own[one])
                 if of in CLASSES and attribute in own[of]:
                     found.setdefault((of, attribute), {})[label] = None
     return {
-        of: [(name, said[of].get(name, ""), sorted(found[of, name])) for name in own[of] if (of, name) in found]
+        of: [
+            (name, said[of].get(name, ""), sorted(found[of, name]))
+            for name in own[of]
+            if (of, name) in found
+        ]
         for of in CLASSES
     }
 
@@ -176,7 +239,9 @@ def page() -> str:
         ]
         lines += ["|---|---|---|"]
         for name, meaning, written_by in rows:
-            functions = ", ".join(f"`{one.removeprefix(of + '.')}`" for one in written_by)
+            functions = ", ".join(
+                f"`{one.removeprefix(of + '.')}`" for one in written_by
+            )
             lines.append(f"| `{name}` | {meaning} | {functions} |")
         lines.append("")
     return "\n".join(lines)

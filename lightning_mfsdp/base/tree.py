@@ -150,7 +150,7 @@ class Tree:
         if rank:
             store.set(f"{place}/{rank}/network", network)
         came: dict[int, socket.socket] = {}
-        if children:  # before the parent, so that whoever is told of this rank is answered at once
+        if children:  # before the parent, so that ranks which are told of this one are answered at once
             networks = [_said(store, place, child, "network", rank) for child in children]
             is_local = all(other == network for other in networks)
             listener, secret = _listener(is_local=is_local), _Secret(secrets.token_hex(16), secrets.token_hex(16))
@@ -342,7 +342,7 @@ def _connected(address: str, port: int, secret: _Secret, rank: int) -> socket.so
         connection.settimeout(_GREETING_S)
         connection.sendall(_GREETING.pack(secret.of_child.encode(), rank))
         if not secrets.compare_digest(_read(connection, _ANSWER_BYTES), secret.of_parent.encode()):
-            raise ConnectionError("what answers there is not that rank")
+            raise ConnectionError("another program answers there: give the hosts of a run different addresses")
     except OSError:
         connection.close()
         raise

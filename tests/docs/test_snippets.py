@@ -77,6 +77,12 @@ def test_the_first_line_of_a_block_names_the_packages_that_it_imports(block: Blo
     assert imported_packages(block.text) <= sys.stdlib_module_names | PRESENT | block.packages
 
 
+def test_the_site_shows_the_whole_width_of_every_program() -> None:
+    """Beside the navigation, in a window of 1,280 pixels. `docs/ruff.toml` has the formatter wrap them."""
+    pages = [block for block in PROGRAMS if block.page.startswith("docs/")]
+    assert [f"{block}: {line}" for block in pages for line in block.text.splitlines() if len(line) > 84] == []
+
+
 def test_there_are_blocks_for_every_place() -> None:
     assert len(HERE) > 30
     assert {need for block in ELSEWHERE for need in block.needs} & GPUS.keys()
