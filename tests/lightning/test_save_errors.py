@@ -40,7 +40,7 @@ def made(value: float) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 def save(
-    path: Path, kind: str, value: float, where: AbstractContextManager[object] = nullcontext(), **extra: Any
+    path: Path, kind: str, value: float, where: AbstractContextManager[object] | None = None, **extra: Any
 ) -> None:
     model, optimizer = made(value)  # steps agree through a file here, which `where` might not let them write
     parts: dict[str, Any] = {"global_step": int(value), **extra}
@@ -57,7 +57,7 @@ def save(
             "optimizer_states": [lightning_io.optimizer_state(index, optimizer)],
         }
         content = lightning_io.ShardedContent.of(index, parts, Ranks())
-    with where:
+    with where or nullcontext():
         lightning_io.save(locate(path), content, ranks=Ranks())
 
 

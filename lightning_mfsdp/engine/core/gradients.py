@@ -288,7 +288,7 @@ class Gradients:
     def has_news(self) -> bool:
         """Whether autograd, code outside of forwards or a layer left gradients that were not taken yet."""
         for entry in self._entries:  # a generator costs host time, in every unit
-            if entry.full.grad is not None:
+            if entry.full._grad is not None:
                 return True
         return bool(self.outside) or self.writes is not None
 
@@ -312,7 +312,7 @@ class Gradients:
         written = () if self.writes is None else self.writes.complete
         for index, entry in enumerate(self._entries):
             full = entry.full
-            if full.grad is None and full.requires_grad and index not in written and compat.accumulates(full):
+            if full._grad is None and full.requires_grad and index not in written and compat.accumulates(full):
                 return False
         return True
 
@@ -447,7 +447,7 @@ class Gradients:
     def drop_news(self) -> None:
         """Forget what autograd left: the backward failed, or it is not needed."""
         for entry in self._entries:
-            entry.full.grad = None
+            entry.full._grad = None
         self.outside.clear()
 
     def drop(self) -> None:
@@ -554,12 +554,12 @@ class Gradients:
             self._bucket[0].discard()
 
     def _take(self) -> list[Tensor | None]:
-        taken = [entry.full.grad for entry in self._entries]
+        taken = [entry.full._grad for entry in self._entries]
         for index, entry in enumerate(self._entries):
             grad = taken[index]
             if grad is not None:
                 full = entry.full
-                full.grad = None
+                full._grad = None
                 if not (full.requires_grad and entry.local.requires_grad):
                     taken[index] = None
                 elif grad.is_sparse:

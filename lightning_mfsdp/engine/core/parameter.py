@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mfsdp.base import compat
+from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.engine.comm.collectives import Axis
 from lightning_mfsdp.engine.core.codec import WeightCodec, marks_of
 from lightning_mfsdp.engine.core.piece import Piece
@@ -40,9 +41,10 @@ _LEFT_BEHIND = "_left_behind"
 
 
 class UnshardedParameter(nn.Parameter):
-    """The module's own parameter, which records whether its `data` was read or replaced.
+    """The module's own parameter, which records whether its `data` was read or replaced, and refuses to be trained from elsewhere.
 
-    What is written through `data` leaves no trace in the version counter.
+    What is written through `data` leaves no trace in the version counter. The engine itself uses `_grad`, PyTorch's other name of `grad`
+    for classes that override it.
     """
 
     data_was_asked_for = False
@@ -57,6 +59,35 @@ class UnshardedParameter(nn.Parameter):
     def data(self, value: Tensor) -> None:
         self.data_was_asked_for = True
         compat.set_data(self, value)
+
+    @property
+    def grad(self) -> Tensor | None:
+        """What autograd has left here in the backward that is running.
+
+        Raises:
+            EngineStateError: The module does not show this object now: an optimizer has it from before the module was sharded.
+        """
+        self._refuse_at_rest()
+        return self._grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self._refuse_at_rest()
+        self._grad = value
+
+    def _refuse_at_rest(self) -> None:
+        group = getattr(self, OWNER, (lambda: None,))[0]()
+        if group is None or compat.backward_task() != -1:
+            return
+        entry = group.entries[getattr(self, OWNER)[1]]
+        table, key = entry.sites[0]
+        if table.get(key) is not self:
+            raise EngineStateError(
+                f"the gradient of parameter {entry.sharded.described} is read or written through the object that the module had before it "
+                "was sharded, which has no gradient any more, so an optimizer would train nothing. Make the optimizer after fully_shard, "
+                "pass it to fully_shard_optimizer, or return it from configure_optimizers; elsewhere take parameters from "
+                "module.parameters() again"
+            )
 
 
 @dataclass(eq=False, kw_only=True)
@@ -106,7 +137,7 @@ class Entry:
                 return parameter
             full: Any = self.full
             plain: Any = nn.Parameter
-            full.grad = None
+            full._grad = None
             compat.set_data(full, whole)
             if type(full) is UnshardedParameter:
                 full.__class__ = plain

@@ -102,7 +102,7 @@ class ShardedParameter(ShardedTensor):
     def grad(self) -> DTensor | None:
         """The reduced gradient of these rows; `None` until a synchronized backward. Empty, and not `None`, on a rank without rows."""
         full = self._unsharded()
-        if full is not None and full.grad is not None:  # not in a function: every `zero_grad` comes here
+        if full is not None and full._grad is not None:  # not in a function: every `zero_grad` comes here
             self._take_unnoticed()
         grad = self._local.grad
         if grad is None:
@@ -118,7 +118,7 @@ class ShardedParameter(ShardedTensor):
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         full = self._unsharded()
-        if full is not None and full.grad is not None:
+        if full is not None and full._grad is not None:
             self._take_unnoticed()
         if self._local.grad is None:  # as all are while a forward is recorded
             self._refuse_in_recording()

@@ -412,7 +412,7 @@ class Weights:
     def leave_empty(self, index: int) -> None:
         """Leave a parameter without memory of its own, and without a gradient."""
         full = self._entries[index].full
-        full.grad = None
+        full._grad = None
         if self._spec.codec is None:
             compat.set_data(full, self._nothing[index])
         else:  # its shape is that of what it reads

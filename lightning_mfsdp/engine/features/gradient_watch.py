@@ -309,7 +309,7 @@ class GradientWatch:
                 start = self._places.starts.get(group)
                 if start is None:
                     continue
-                self._note(start, [_plain(entry.full.grad) if entry.is_trained else None for entry in group.entries])
+                self._note(start, [_plain(entry.full._grad) if entry.is_trained else None for entry in group.entries])
                 writes, outside = group.gradients.writes, group.gradients.outside
                 if writes is not None:
                     views = enumerate(writes.target.views)
