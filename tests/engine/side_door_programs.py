@@ -197,10 +197,12 @@ class Run:
             loss.backward(**options)
 
     def update(self) -> None:
-        for parameter in () if self.is_sharded else self.parameters.values():
-            if parameter.grad is not None:
-                parameter.grad.div_(dist.get_world_size())
-                dist.all_reduce(parameter.grad)
+        grads = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+        if grads and not self.is_sharded:
+            with torch.no_grad():
+                mean = nn.utils.parameters_to_vector(grads) / dist.get_world_size()
+                dist.all_reduce(mean)
+                nn.utils.vector_to_parameters(mean, grads)
         self.optimizer.step()
         self.optimizer.zero_grad()
 

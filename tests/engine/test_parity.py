@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from itertools import product
 
 import pytest
@@ -60,6 +60,7 @@ def train(model, optimizer, *, steps, accumulation, rank, world, sync="no_sync",
     return torch.stack(history)
 
 
+@cache
 def reference(steps, accumulation, clip=None, dtype=torch.float32):
     model = build(layers=2, dtype=dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -142,7 +143,9 @@ def test_every_strategy_equals_one_process_on_the_concatenated_batch(world):
 def hybrid(rank, world):
     mesh = dist.init_device_mesh(device_type(), (2, 2), mesh_dim_names=("outer", "shard"))
     ways = ((1, "always"), (3, "no_sync"), (3, "always"), (3, "keep_sharded"))
-    rows = pairwise(STRATEGIES, ("no_shard", "optim"), ways, possible=lambda *row: row[:2] != ("no_shard", "optim"))
+    rows = pairwise(
+        STRATEGIES, ("no_shard", "optim"), ways, possible=lambda *row: row[:2] != ("no_shard", "optim"), together=1
+    )
     for strategy, outer, (accumulation, sync) in rows:
         model = shard(build(seed=rank, layers=2), mesh, sharding=strategy, outer_sharding=outer)
         optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))

@@ -31,7 +31,7 @@ from lightning_mfsdp.engine import (
 )
 from lightning_mfsdp.engine.core.versions import RESHARDED
 from tests.engine.worlds import NIGHT, at_night, by_world, check, thinned
-from tests.helpers.chain import context
+from tests.helpers.chain import context, weights
 from tests.helpers.distributed import RankError, run_distributed
 from tests.helpers.hidden import Hidden
 from tests.helpers.pairwise import in_turn, pairwise
@@ -189,8 +189,7 @@ def train(model: Net, loss: Loss, rank: int, make: type[torch.optim.Optimizer] =
 
 
 def assert_equal(model: nn.Module, expected: dict[str, Tensor], what: object, tolerance: float = 1e-5) -> None:
-    for name, parameter in model.named_parameters():
-        found = parameter.full_tensor()
+    for name, found in weights(model).items():
         worst = (found - expected[name]).abs().max() / expected[name].abs().max()
         assert worst < tolerance, f"{what}: {name} is off by {worst:.1e}"
 
