@@ -717,7 +717,7 @@ COMMON = (
     a_weight_tied_to_the_root_is_awaited_where_no_forward_of_the_root_runs,
     a_step_may_go_back_several_times,
 )
-WORLDS = {1: COMMON, 2: (*COMMON, what_is_computed_again_is_reduced_before_the_backward_ends)}
+WORLDS = {1: thinned(COMMON, 3), 2: (*COMMON, what_is_computed_again_is_reduced_before_the_backward_ends)}
 
 
 @by_world(WORLDS)

@@ -30,7 +30,7 @@ from lightning_mfsdp.engine import (
     unshard_model,
 )
 from tests.engine.cases import device_type
-from tests.engine.worlds import by_world, check
+from tests.engine.worlds import by_world, check, thinned
 from tests.helpers.pairwise import in_turn
 
 SHARDINGS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -522,7 +522,7 @@ CASES = [
     what_cannot_be_done_while_sharded_says_how_to_go_on,
     what_ddp_was_told_to_ignore_is_kept_and_ddp_refused_all_the_same,
 ]
-WORLDS = {1: CASES, 2: CASES}
+WORLDS = {1: thinned(CASES, 3), 2: CASES}
 
 
 @by_world(WORLDS)

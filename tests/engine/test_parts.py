@@ -335,7 +335,7 @@ def weights_move_between_models_that_lie_otherwise(rank: int, world: int) -> Non
 
 def whole_weights_are_shown_and_written_back(rank: int, world: int) -> None:
     problems, mesh = Problems(), two_axes()
-    for sharding in SHARDINGS:
+    for sharding in in_turn(0, SHARDINGS):
         model = nn.Sequential(OrderedDict(one=Net(1, mesh), two=Net(2, mesh, OTHERWISE)))
         fully_shard(model, mesh, sharding=sharding)
         for shown in (model, model.two):
@@ -375,7 +375,7 @@ def conversions_show_whole_shapes(rank: int, world: int) -> None:
 def reports_are_about_whole_parameters(rank: int, world: int) -> None:
     mesh = two_axes()
     count = sum(value.numel() for value in values().values())
-    for sharding in SHARDINGS:
+    for sharding in in_turn(1, SHARDINGS):
         model = sharded(mesh, sharding=sharding)
         assert sum(view.num_parameters for view in units(model)) == count
         assert sum(parameter.numel() for parameter in model.parameters()) == count

@@ -75,9 +75,10 @@ def compare(problems: Problems, number: int, what: str, make_teacher, make_stude
 
     On a push a third of the writes: three numbers in a row have all.
     """
-    writes = list(WRITES.items())
+    writes = list(WRITES)
     with torch.no_grad():
-        for label, write in thinned(writes[number:] + writes[:number], 3):
+        for label in thinned(writes[number:] + writes[:number], 3):
+            write = WRITES[label]
             teacher, student, plain = make_teacher(), make_student(), pairs(Net(1), Net(2))
             kept = {name: s.full_tensor() for name, (_, s) in pairs(teacher, student).items()}
             for name, (t, s) in pairs(teacher, student).items():

@@ -500,8 +500,8 @@ def what_one_rank_alone_keeps_changes_nothing(rank: int, world: int) -> None:
     rows = (
         (1, 0, "hook", False),
         (4, 3, "hook", True),
-        (1, 3, "attribute", True),
         (0, 0, "attribute", True),
+        (1, 3, "attribute", True),
         (4, 3, "attribute", False),
     )
     for block, since, how, adds in thinned(rows, 2):

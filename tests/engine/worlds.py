@@ -31,11 +31,21 @@ def at_night(worlds: dict[int, Sequence[Case]]) -> dict[int, Sequence[Case]]:
 
 
 def thinned(rows: Iterable[Row], every: int) -> list[Row]:
-    """The first of so many rows and the first of the next ones; at night all of them.
+    """The first of so many rows and the first of the next ones; of tuples also those with a value that these lack. At night all."""
+    rows = list(rows)
+    if NIGHT:
+        return rows
+    chosen = set(range(0, len(rows), every))
+    seen = {value for number in chosen for value in _values(rows[number])}
+    for number, row in enumerate(rows):
+        if not _values(row) <= seen:
+            chosen.add(number)
+            seen |= _values(row)
+    return [rows[number] for number in sorted(chosen)]
 
-    Of a product whose last factor has a size that is prime to this number, each value of the last one meets values of the others.
-    """
-    return list(rows)[:: 1 if NIGHT else every]
+
+def _values(row: Any) -> set[tuple[int, str]]:
+    return {(place, repr(value)) for place, value in enumerate(row)} if isinstance(row, tuple) else set()
 
 
 def by_world(worlds: Worlds) -> Any:
