@@ -20,11 +20,11 @@ from lightning_mfsdp.engine import (
     refresh_weights,
     sharded_parameters,
 )
-from tests.engine.worlds import by_world, check, thinned
+from tests.engine.worlds import NIGHT, by_world, check, thinned
 from tests.helpers.chain import STRATEGIES, Chain, inputs, loss_of, plain_chain, sharded_chain, weights
 from tests.helpers.pairwise import in_turn, in_world, pairwise
 
-STEPS = 4
+STEPS = 4 if NIGHT else 3
 BF16 = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
 
 

@@ -73,11 +73,10 @@ def pairs(teacher: nn.Module, student: nn.Module) -> dict[str, tuple[Tensor, Ten
 def compare(problems: Problems, number: int, what: str, make_teacher, make_student) -> None:
     """All operations, between two models that lie differently, against the same on whole tensors.
 
-    On a push a third of the writes: three numbers in a row have all.
+    On a push a third of them: three numbers in a row have all.
     """
-    writes = list(WRITES)
     with torch.no_grad():
-        for label in thinned(writes[number:] + writes[:number], 3):
+        for label in in_part(WRITES, number):
             write = WRITES[label]
             teacher, student, plain = make_teacher(), make_student(), pairs(Net(1), Net(2))
             kept = {name: s.full_tensor() for name, (_, s) in pairs(teacher, student).items()}
@@ -89,16 +88,24 @@ def compare(problems: Problems, number: int, what: str, make_teacher, make_stude
             ones = torch.ones(2, 5)
             problems.close(teacher(ones), plain_net(plain)(ones), f"{what} {label}: forward sees it")
         teacher, student, plain = make_teacher(), make_student(), pairs(Net(1), Net(2))
-        for label, compute in RESULTS.items():
+        for label in in_part(RESULTS, number):
+            compute = RESULTS[label]
             for name, (t, s) in pairs(teacher, student).items():
                 result, expected = compute(t, s), compute(*plain[name])
                 problems.close(result.full_tensor(), expected, f"{what} {label} {name}", atol=0)
-        for label, write in FOREACH.items():
+        for label in in_part(FOREACH, number):
+            write = FOREACH[label]
             teacher, student, plain = make_teacher(), make_student(), pairs(Net(1), Net(2))
             for found in (pairs(teacher, student), plain):
                 write([t for t, _ in found.values()], [s for _, s in found.values()])
             for name, (t, _) in pairs(teacher, student).items():
                 problems.close(t.full_tensor(), plain[name][0].detach(), f"{what} {label} {name}", atol=0)
+
+
+def in_part(operations: dict, number: int) -> list[str]:
+    """Every third name from this one on; at night all."""
+    names = list(operations)
+    return thinned(names[number:] + names[:number], 3)
 
 
 def plain_net(plain: dict[str, tuple[Tensor, Tensor]]) -> Net:
