@@ -23,7 +23,7 @@ from lightning_mfsdp.engine import (
     watch_backward,
 )
 from tests.engine.internals import unit_of
-from tests.engine.worlds import by_world, check
+from tests.engine.worlds import by_world, check, thinned
 from tests.helpers.chain import STRATEGIES, Chain, adamw, assert_same_weights, context, inputs, loss_of, weights
 from tests.helpers.hidden import Hidden
 from tests.helpers.pairwise import in_world, pairwise
@@ -175,7 +175,7 @@ def any_graphs_of_units_that_run_twice_are_reduced_once(rank, world):
     def possible(program, times, sharding, units):
         return (world > 1 and times > 1) or (sharding, units[0]) == ("optim_grads_params", 2)
 
-    rows = pairwise(PROGRAMS, (1, 2), ("no_shard", "optim_grads_params"), UNITS, possible=possible)
+    rows = thinned(pairwise(PROGRAMS, (1, 2), ("no_shard", "optim_grads_params"), UNITS, possible=possible), 3)
     for (program, times), of_program in groupby(rows, key=lambda row: row[:2]):
         expected = expected_gradients(program, world, times)
         for _, _, sharding, (together, wrap) in of_program:
@@ -289,7 +289,7 @@ class Hiders(nn.Module):
 
 
 def units_that_hide_their_tensors_may_be_called_more_than_once(rank, world):
-    for times, storage, evaluates in pairwise((1, 2, 3), ("dynamic", "pooled"), (False, True)):
+    for times, storage, evaluates in pairwise((1, 2, 3), ("dynamic", "pooled"), (False, True), together=1):
         torch.manual_seed(0)
         plain, model = Hiders(times), Hiders(times)
         model.load_state_dict(plain.state_dict())
@@ -500,7 +500,7 @@ class InSteps(nn.Module):
 
 def a_step_may_go_back_several_times(rank, world):
     """However it reads weights of the root, tied ones too, and more often than is remembered; with a sharded optimizer or without."""
-    for (name, read), tied, stepped in in_world(world, (1, 2), READS.items(), (True, False), (True, False)):
+    for (name, read), tied, stepped in in_world(world, (1, 2), READS.items(), (True, False), (True, False), together=1):
         torch.manual_seed(0)
         plain, model = InSteps(tied=tied), InSteps(tied=tied)
         model.load_state_dict(plain.state_dict())
@@ -717,7 +717,7 @@ COMMON = (
     a_weight_tied_to_the_root_is_awaited_where_no_forward_of_the_root_runs,
     a_step_may_go_back_several_times,
 )
-WORLDS = {1: COMMON, 2: (*COMMON, what_is_computed_again_is_reduced_before_the_backward_ends)}
+WORLDS = {1: thinned(COMMON, 3), 2: (*COMMON, what_is_computed_again_is_reduced_before_the_backward_ends)}
 
 
 @by_world(WORLDS)

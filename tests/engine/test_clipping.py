@@ -265,8 +265,16 @@ BY_STRATEGY = {
     "no gradient yet": nothing_there,
 }
 ONE_AXIS = {
-    **{f"norm {norm} [{name}]": partial(whole_module, name, norm) for norm, name in product(NORMS, STRATEGIES)},
-    **{f"{title} [{name}]": partial(case, name) for (title, case), name in product(BY_STRATEGY.items(), STRATEGIES)},
+    **{
+        f"norm {norm} [{name}]": partial(whole_module, name, norm)
+        for number, norm in enumerate(NORMS)
+        for name in in_turn(number, STRATEGIES)
+    },
+    **{
+        f"{title} [{name}]": partial(case, name)
+        for number, (title, case) in enumerate(BY_STRATEGY.items())
+        for name in in_turn(number, STRATEGIES)
+    },
 }
 TWO_AXES = {
     f"{strategy}, outer {outer}": partial(on_a_2d_mesh, strategy, outer)

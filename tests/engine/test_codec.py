@@ -44,7 +44,7 @@ from tests.engine.int8_codec import (
     scale_of,
 )
 from tests.engine.internals import WeightCodec, context_of
-from tests.engine.worlds import by_world, check
+from tests.engine.worlds import by_world, check, thinned
 from tests.helpers.chain import STRATEGIES
 from tests.helpers.pairwise import in_turn, in_world, pairwise
 
@@ -186,7 +186,9 @@ def trained_as_in_one_process(rank, world, steps=3, *, planes=1, keep=False, mes
 
 def bit_equal_in_every_placement(rank, world):
     """On several ranks too: the reference adds the ranks' gradients in the same order."""
-    for sharding, (planes, keep) in in_world(world, (1, 2), STRATEGIES, ((1, False), (1, True), (2, False))):
+    for sharding, (planes, keep) in in_world(
+        world, (1, 2), STRATEGIES, ((1, False), (1, True), (2, False)), together=1
+    ):
         trained_as_in_one_process(rank, world, sharding=sharding, planes=planes, keep=keep)
     for sharding in STRATEGIES[::3]:
         trained_as_in_one_process(rank, world, sharding=sharding, tied=True)
@@ -210,7 +212,7 @@ def strips_of_sub_shards_stay_together(rank, world):
 
 
 def recomputed_weights_are_the_same(rank, world):
-    for reentrant, planes, sharding in pairwise((False, True), (1, 2), STRATEGIES[2:]):
+    for reentrant, planes, sharding in pairwise((False, True), (1, 2), STRATEGIES[2:], together=1):
         trained_as_in_one_process(rank, world, planes=planes, recompute=reentrant, sharding=sharding)
 
 
@@ -224,7 +226,7 @@ def frozen_weights_stay_quantized(rank, world):
 def bit_equal_with_an_outer_axis(rank, world):
     """HSDP and HFSDP; scales need the rows of all ranks that share them out."""
     mesh = init_device_mesh(device_type(), (2, world // 2), mesh_dim_names=("outer", "shard"))
-    for outer, planes, sharding in pairwise(("no_shard", "optim"), (1, 2), STRATEGIES[1:]):
+    for outer, planes, sharding in pairwise(("no_shard", "optim"), (1, 2), STRATEGIES[1:], together=1):
         trained_as_in_one_process(rank, world, 2, mesh=mesh, sharding=sharding, outer_sharding=outer, planes=planes)
 
 
@@ -290,7 +292,7 @@ def watched() -> Iterator[Counter]:
 
 def half_of_what_bfloat16_gathers(rank, world):
     """In every placement, and one agreement on scales a step for all units together."""
-    for sharding, planes in product(STRATEGIES[1:], (1, 2)):
+    for sharding, planes in pairwise(STRATEGIES[1:], (1, 2), together=1):
         model = shard(build(planes=planes), Int8Codec(planes), sharding=sharding)
         plain = build()
         for block in plain.blocks:
@@ -316,7 +318,7 @@ def half_of_what_bfloat16_gathers(rank, world):
 
 
 def memory_is_that_of_the_raw_data(rank, world):
-    for sharding, planes in product(in_turn(3, STRATEGIES), (1, 2)):
+    for sharding, planes in thinned(product(in_turn(3, STRATEGIES), (1, 2)), 3):
         model = shard(build(planes=planes), Int8Codec(planes), sharding=sharding)
         numel = 2 * 2 * DIM * DIM
         for unit in units(model)[1:]:

@@ -26,7 +26,7 @@ from lightning_mfsdp.engine import (
 )
 from tests.engine.cases import device_type
 from tests.engine.internals import unit_of
-from tests.engine.worlds import at_night, by_world, check
+from tests.engine.worlds import at_night, by_world, check, thinned
 from tests.helpers.chain import STRATEGIES, adamw, context
 from tests.helpers.pairwise import in_turn, pairwise
 
@@ -198,7 +198,7 @@ def expected_on_one_axis(sharding: str, microbatches: int, sync: str) -> Counts:
 
 
 def gathers_and_reductions_are_exact_for_every_strategy(rank, world):
-    for sharding, sync, microbatches in pairwise(STRATEGIES, SYNCS, (1, 3) if world < 3 else (2,)):
+    for sharding, sync, microbatches in thinned(pairwise(STRATEGIES, SYNCS, (1, 3) if world < 3 else (2,)), 2):
         found = steady_step(build(sharding=sharding), rank, microbatches=microbatches, sync=sync)
         expected = expected_on_one_axis(sharding, microbatches, sync) if world > 1 else Counter()
         assert found == expected, (
@@ -224,7 +224,7 @@ def outer_axis_is_used_on_the_last_microbatch_only(rank, world):
     """HSDP: one all-reduce per unit. HFSDP: (microbatches + 1) reduce-scatters per unit, no all-reduce, one outer gather."""
     mesh = dist.init_device_mesh(device_type(), (2, 2), mesh_dim_names=("outer", "shard"))
     possible = lambda sharding, outer, sync: not (sharding == "no_shard" and outer == "optim")  # noqa: E731
-    for sharding, outer, sync in pairwise(STRATEGIES, ("no_shard", "optim"), SYNCS, possible=possible):
+    for sharding, outer, sync in thinned(pairwise(STRATEGIES, ("no_shard", "optim"), SYNCS, possible=possible), 2):
         model = build(mesh, sharding=sharding, outer_sharding=outer)
         found = steady_step(model, rank, microbatches=3, sync=sync)
         expected = expected_on_two_axes(sharding, outer, 3, sync)
@@ -247,7 +247,7 @@ def look(model, rank, sync: str) -> Counts:
 
 def a_look_at_what_is_held_back_reduces_what_is_missing(rank, world):
     """Nothing where `keep_sharded` reduced all there is to reduce."""
-    for sharding, sync in product(in_turn(0, STRATEGIES), ("no_sync", "keep_sharded")):
+    for sharding, sync in thinned(product(in_turn(0, STRATEGIES), ("no_sync", "keep_sharded")), 3):
         found = look(build(sharding=sharding), rank, sync)
         level = STRATEGIES.index(sharding)
         operation = "reduce_scatter" if level else "all_reduce"
@@ -274,7 +274,7 @@ def dropping_what_is_held_back_communicates_nothing(rank, world):
         lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
         describe,
     )
-    for sharding, way in product(in_turn(1, STRATEGIES), ways):
+    for sharding, way in thinned(product(in_turn(1, STRATEGIES), ways), 2):
         model = build(sharding=sharding)
         optimizer, observer = adamw(model), Observer(model)
         with no_sync(model):
@@ -288,7 +288,8 @@ def dropping_what_is_held_back_communicates_nothing(rank, world):
 
 def a_look_reduces_over_the_axis_that_waits(rank, world):
     mesh = dist.init_device_mesh(device_type(), (2, 2), mesh_dim_names=("outer", "shard"))
-    for sharding, outer, sync in product(in_turn(2, STRATEGIES), ("no_shard", "optim"), ("no_sync", "keep_sharded")):
+    rows = product(in_turn(2, STRATEGIES), ("no_shard", "optim"), ("no_sync", "keep_sharded"))
+    for sharding, outer, sync in thinned(rows, 3):
         if sharding == "no_shard" and outer == "optim":
             continue
         found = look(build(mesh, sharding=sharding, outer_sharding=outer), rank, sync)
@@ -379,7 +380,7 @@ def a_lookup_is_not_gathered_for_its_backward(rank, world):
 
 def a_precise_reduction_is_one_all_to_all_and_a_gather_where_gradients_stay_whole(rank, world):
     policy = MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16, high_precision_reduce=True)
-    for sharding, sync in product(in_turn(4, STRATEGIES), ("always", "no_sync")):
+    for sharding, sync in thinned(product(in_turn(4, STRATEGIES), ("always", "no_sync")), 3):
         model = build(sharding=sharding, policy=policy)
         optimizer, expected = adamw(model), Counter()
         for (operation, _, _), number in expected_on_one_axis(sharding, 2, sync).items():

@@ -11,11 +11,11 @@ from tests.helpers.pairwise import pairwise
 
 
 def compiled_modules_train_alike(rank, world):
-    plain = sharded_chain()
+    plain = sharded_chain(layers=2)
     expected = torch.stack(train(plain, adamw(plain), range(4), rank))
     for what, backend in pairwise(("units in place", "root in place", "root"), ("eager", "aot_eager"), together=1):
         torch.compiler.reset()
-        model = plain_chain()
+        model = plain_chain(layers=2)
         if what == "units in place":
             for layer in model.layers:
                 layer.compile(backend=backend)

@@ -22,7 +22,7 @@ from lightning_mfsdp import (
     no_sync,
 )
 from tests.engine.cases import Problems
-from tests.engine.worlds import by_world, check
+from tests.engine.worlds import at_night, by_world, check
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import FOREIGN_WARNINGS, full_state, make_trainer, strict_warnings
 
@@ -185,7 +185,7 @@ CASES = (
     with_low_precision_complex_weights_keep_theirs,
     averages_and_watches_work,
 )
-WORLDS = {1: CASES, 2: CASES, 3: (weights_gradients_and_norms_are_those_of_one_process,)}
+WORLDS = {1: CASES, 2: CASES, **at_night({3: (weights_gradients_and_norms_are_those_of_one_process,)})}
 
 
 @by_world(WORLDS)

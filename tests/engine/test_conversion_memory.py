@@ -16,6 +16,7 @@ from lightning_mfsdp.engine import fully_shard, fully_shard_optimizer, unshard_m
 from tests.helpers.distributed import run_distributed
 from tests.helpers.host_memory import FREED_AT_ONCE, Meter
 
+pytestmark = pytest.mark.nightly  # it meters
 WORLD = 2
 LAYERS, DIM = 16, 1024
 LAYER_BYTES = DIM * DIM * 4

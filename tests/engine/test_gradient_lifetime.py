@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import itertools
 import tempfile
 import weakref
 from contextlib import nullcontext
@@ -33,7 +32,7 @@ from lightning_mfsdp.engine import (
 )
 from lightning_mfsdp.engine.core import gradients as reduced
 from tests.engine.cases import device_type
-from tests.engine.worlds import by_world, check
+from tests.engine.worlds import by_world, check, thinned
 from tests.helpers.chain import STRATEGIES, adamw, context, inputs, loss_of, plain_chain, sharded_chain, train
 from tests.helpers.hidden import Hidden
 from tests.helpers.pairwise import in_turn, pairwise
@@ -86,7 +85,7 @@ def a_gradient_set_while_others_wait_to_be_reduced_takes_their_place(rank, world
 def a_kept_gradient_stays_where_another_was_assigned(rank, world):
     """Gradients of two losses, the second added up in a tensor that took the first one's place."""
     assigned = {"zeros": torch.zeros_like, "scaled": lambda grad: grad * 0.5}
-    for (name, make), one, sharding in itertools.product(assigned.items(), (False, True), in_turn(3, STRATEGIES)):
+    for (name, make), one, sharding in pairwise(assigned.items(), (False, True), STRATEGIES, together=1):
         case = (name, one, sharding)
         model, other = sharded_chain(sharding=sharding), sharded_chain(sharding=sharding)
         loss_of(other, inputs(1, rank)).backward()
@@ -165,7 +164,7 @@ def what_is_saved_of_a_gradient_that_is_held_back_is_the_reduced_one(rank, world
 
 def a_gradient_held_back_of_a_parameter_that_was_frozen_since_is_reduced(rank, world):
     """As one process shows it; and only once. A whole unit is frozen, and one parameter of another."""
-    for sharding, keeps, clears in pairwise(STRATEGIES, (False, True), (False, True)):
+    for sharding, keeps, clears in pairwise(STRATEGIES, (False, True), (False, True), together=1):
         model = sharded_chain(sharding=sharding)
         frozen = [*model.layers[0].parameters(), model.layers[1].bias]
         names = [name for name, parameter in model.named_parameters() if any(parameter is one for one in frozen)]
@@ -242,32 +241,29 @@ def a_unit_whose_call_is_hidden_is_reduced_once(rank, world):
 
 
 def a_kept_gradient_outlives_clearing_and_the_next_forward(rank, world):
-    for sharding in in_turn(7, STRATEGIES):
-        for keep in ("the object", "a view of it"):
-            model = sharded_chain(sharding=sharding)
-            optimizer = adamw(model)
-            loss_of(model, inputs(0, rank)).backward()
-            kept = [view.grad for view in sharded_parameters(model) if view.grad is not None]
-            if keep == "a view of it":
-                kept = [grad.view(-1) for grad in kept]
-            copies = [grad.clone() for grad in kept]
-            optimizer.zero_grad()
-            loss = loss_of(model, inputs(1, rank))
-            assert all(torch.equal(*pair) for pair in zip(kept, copies, strict=True)), f"{sharding} {keep}"
-            loss.backward()
-            assert all(torch.equal(*pair) for pair in zip(kept, copies, strict=True)), (
-                f"{sharding} {keep}: after backward"
-            )
-            new = [view.grad.clone() for view in sharded_parameters(model) if view.grad is not None]
-            for one in kept:
-                one.zero_()
-            now = [view.grad for view in sharded_parameters(model) if view.grad is not None]
-            assert all(torch.equal(*pair) for pair in zip(now, new, strict=True)), f"{sharding} {keep}: its own memory"
-            # Nobody keeps one any more: the memory goes with the next forward.
-            del kept, one, now
-            optimizer.zero_grad()
-            loss_of(model, inputs(1, rank))
-            assert not any(unit.gradient_bytes for unit in units(model)), sharding
+    for sharding, keep in thinned(product(in_turn(7, STRATEGIES), ("the object", "a view of it")), 3):
+        model = sharded_chain(sharding=sharding)
+        optimizer = adamw(model)
+        loss_of(model, inputs(0, rank)).backward()
+        kept = [view.grad for view in sharded_parameters(model) if view.grad is not None]
+        if keep == "a view of it":
+            kept = [grad.view(-1) for grad in kept]
+        copies = [grad.clone() for grad in kept]
+        optimizer.zero_grad()
+        loss = loss_of(model, inputs(1, rank))
+        assert all(torch.equal(*pair) for pair in zip(kept, copies, strict=True)), f"{sharding} {keep}"
+        loss.backward()
+        assert all(torch.equal(*pair) for pair in zip(kept, copies, strict=True)), f"{sharding} {keep}: after backward"
+        new = [view.grad.clone() for view in sharded_parameters(model) if view.grad is not None]
+        for one in kept:
+            one.zero_()
+        now = [view.grad for view in sharded_parameters(model) if view.grad is not None]
+        assert all(torch.equal(*pair) for pair in zip(now, new, strict=True)), f"{sharding} {keep}: its own memory"
+        # Nobody keeps one any more: the memory goes with the next forward.
+        del kept, one, now
+        optimizer.zero_grad()
+        loss_of(model, inputs(1, rank))
+        assert not any(unit.gradient_bytes for unit in units(model)), sharding
 
 
 def a_kept_gradient_stays_where_only_some_were_cleared(rank, world):
@@ -297,7 +293,7 @@ def a_kept_gradient_is_the_gradient_while_later_ones_are_held_back(rank, world):
         lambda grad: grad[:1].zero_(),
         lambda grad: torch.mul(input=grad, other=2.0, out=grad),
     )
-    for sharding, change in product(in_turn(9, STRATEGIES), changes):
+    for sharding, change in thinned(product(in_turn(9, STRATEGIES), changes), 3):
         model, plain = sharded_chain(sharding=sharding), plain_chain()
         kept = []
         for one in (model, plain):
@@ -328,7 +324,7 @@ KEPT = {
 
 def whatever_is_kept_of_a_gradient_has_later_ones_added(rank, world):
     """As in plain PyTorch, where a backward adds in place; whether they are held back when it is read or reduced."""
-    for sharding, (kind, keep) in product(in_turn(9, STRATEGIES), KEPT.items()):
+    for sharding, (kind, keep) in thinned(product(in_turn(9, STRATEGIES), KEPT.items()), 2):
         models = sharded_chain(sharding=sharding), plain_chain()
         seen = []
         for model in models:
@@ -439,7 +435,7 @@ def what_is_kept_of_a_gradient_is_what_plain_pytorch_keeps_or_says_that_it_was_c
     """Gradients kept after each of four events: what was cleared before ranks had reduced it raises or is NaN. At night every order."""
     for_all = ("hold", "sync", "clear", "zero", "read")
     every = ("hold", "sync", *EVENTS)
-    sequences = pairwise(every, every, every)
+    sequences = thinned(pairwise(every, every, every), 3)
     models, plain = {sharding: sharded_chain(sharding=sharding) for sharding in STRATEGIES}, plain_chain()
     for number, events in enumerate(sequences):
         sharding = STRATEGIES[number % len(STRATEGIES)]
@@ -555,7 +551,7 @@ def an_embedding_with_a_hook_on_it_is_gathered_for_backward(rank, world):
 
 def gradients_may_be_cleared_between_forward_and_backward(rank, world):
     """By the module as well as by the optimizer: what `parameters()` shows then are those that have them."""
-    for sharding, reshard in itertools.product(in_turn(11, STRATEGIES), (True, False)):
+    for sharding, reshard in thinned(product(in_turn(11, STRATEGIES), (True, False)), 3):
         model = sharded_chain(sharding=sharding, reshard_after_forward=reshard)
         expected_model = sharded_chain(sharding=sharding, reshard_after_forward=reshard)
         for index in range(3):
@@ -570,7 +566,7 @@ def gradients_may_be_cleared_between_forward_and_backward(rank, world):
 
 def weights_written_between_two_forwards_are_read(rank, world):
     """The first has no backward, so full weights are kept for one that never comes."""
-    for sharding, reshard in itertools.product(in_turn(12, STRATEGIES), (True, False)):
+    for sharding, reshard in thinned(product(in_turn(12, STRATEGIES), (True, False)), 3):
         model = sharded_chain(sharding=sharding, reshard_after_forward=reshard)
         optimizer = adamw(model)
         loss_of(model, inputs(0, rank)).backward()

@@ -25,7 +25,7 @@ from lightning_mfsdp.engine import (
     unshard,
 )
 from tests.engine.cases import device_type
-from tests.engine.worlds import by_world, check
+from tests.engine.worlds import at_night, by_world, check, thinned
 from tests.helpers.pairwise import in_turn, in_world
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -426,21 +426,19 @@ def gradients_are_there_inside_of_a_step(rank, world):
             close(whole(other), one.detach(), f"{edit.__name__} {sharding} {name}")
 
 
-WORLDS = {
-    world: [
-        what_a_step_writes_lasts,
-        slow_teachers_move_in_the_main_weights_dtype,
-        forwards_may_write_to_their_own_weights,
-        forwards_that_write_in_another_dtype_are_refused_by_name,
-        losses_of_parameters_have_gradients,
-        modules_of_the_root_run_by_themselves,
-        parts_of_a_unit_are_unsharded,
-        after_a_forward_without_backward_parameters_are_sharded,
-        gradients_held_back_are_cleared_and_edited_as_others,
-        gradients_are_there_inside_of_a_step,
-    ]
-    for world in (1, 2, 3)
-}
+CASES = (
+    what_a_step_writes_lasts,
+    slow_teachers_move_in_the_main_weights_dtype,
+    forwards_may_write_to_their_own_weights,
+    forwards_that_write_in_another_dtype_are_refused_by_name,
+    losses_of_parameters_have_gradients,
+    modules_of_the_root_run_by_themselves,
+    parts_of_a_unit_are_unsharded,
+    after_a_forward_without_backward_parameters_are_sharded,
+    gradients_held_back_are_cleared_and_edited_as_others,
+    gradients_are_there_inside_of_a_step,
+)
+WORLDS = {1: thinned(CASES, 3), 2: CASES, **at_night({3: CASES})}
 
 
 @by_world(WORLDS)

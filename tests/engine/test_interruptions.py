@@ -16,7 +16,7 @@ from lightning_mfsdp.engine import around_backward, gather_root, no_sync, sharde
 from lightning_mfsdp.engine.comm.collectives import Axis
 from lightning_mfsdp.engine.core.context import Context
 from tests.engine.internals import unit_of
-from tests.engine.worlds import by_world, check
+from tests.engine.worlds import by_world, check, thinned
 from tests.helpers.chain import (
     STRATEGIES,
     Chain,
@@ -92,7 +92,7 @@ PLACES = ("before", "inside", "after", "backward")
 
 def failed_steps_leave_no_trace(where: str, rank: int, world: int) -> None:
     """Three good steps, a failure, three good steps: as six good steps, to the bit."""
-    rows = in_world(world, (1, 2), PLACES, PLACED, ((0, False), (2, True), (3, False)))
+    rows = in_world(world, (1, 2), PLACES, PLACED, ((0, False), (2, True), (3, False)), together=1)
     assert {place for place, *_ in rows} == set(PLACES)
     for (sharding, storage), alike in groupby((row[1:] for row in rows if row[0] == where), key=lambda row: row[0]):
         expected = sharded_chain(sharding=sharding, storage=storage)
@@ -173,7 +173,7 @@ def evaluation_right_after_a_failed_backward(rank, world):
 def a_backward_that_raised_can_be_done_again(rank, world):
     """Of the same graph, with no forward in between that would tell that the first one is over."""
     expected = reference_gradients(world, [1.0])
-    for sharding, storage, index in pairwise(STRATEGIES, STORAGES, (0, 2)):
+    for sharding, storage, index in pairwise(STRATEGIES, STORAGES, (0, 2), together=1):
         case = f"{sharding} {storage} layer {index}"
         model = sharded_chain(sharding=sharding, storage=storage)
         optimizer, layer = adamw(model), model.layers[index]
@@ -188,9 +188,12 @@ def a_backward_that_raised_can_be_done_again(rank, world):
         assert_at_rest(model, case)
 
 
+BEGINNINGS = ("interrupt", "_show_for_backward", "_begin_reductions")
+
+
 def a_backward_whose_beginning_raised_can_be_done_again_while_the_error_is_kept(rank, world):
     expected, kept = reference_gradients(world, [1.0]), []
-    for sharding, step in product(in_turn(3, STRATEGIES), ("interrupt", "_show_for_backward", "_begin_reductions")):
+    for sharding, step in thinned(product(in_turn(3, STRATEGIES), BEGINNINGS), 2):
         model = sharded_chain(sharding=sharding)
         loss = loss_of(model, inputs(0, rank))
         with mock.patch.object(Context, step, side_effect=Broken), pytest.raises(Broken) as error:
@@ -203,7 +206,7 @@ def a_backward_whose_beginning_raised_can_be_done_again_while_the_error_is_kept(
 
 def failure_in_one_microbatch_can_be_dropped_with_the_step(rank, world):
     """Gradients of earlier microbatches held back by no_sync do not leak into the next step."""
-    for sharding, keep in product(in_turn(1, STRATEGIES), (False, True)):
+    for sharding, keep in thinned(product(in_turn(1, STRATEGIES), (False, True)), 3):
         model, expected = sharded_chain(sharding=sharding), sharded_chain(sharding=sharding)
         optimizer = adamw(model)
         with no_sync(model, keep_sharded=keep):
@@ -326,7 +329,7 @@ def any_number_of_forwards_and_backwards(rank, world):
         (False, True),
         possible=lambda sharding, sync, way, warm: sync == "no_sync" or not warm,
     )
-    for sharding, sync, (name, way), warm in rows:
+    for sharding, sync, (name, way), warm in thinned(rows, 2):
         model = sharded_chain(sharding=sharding)
         if warm:  # the plan and the order are those of ordinary steps
             fresh = plain_chain().state_dict()
@@ -397,7 +400,7 @@ def part_of_the_ranks_may_skip_units(rank, world):
 
 def a_graph_of_long_ago_comes_after_a_backward_that_ended_its_unit(rank, world):
     """Which units were done in a backward, one that raised included, says nothing about the next one."""
-    for sharding, raises in product(in_turn(4, STRATEGIES), (False, True)):
+    for sharding, raises in thinned(product(in_turn(4, STRATEGIES), (False, True)), 3):
         found = []
         for sharded in (False, True):
             model = sharded_chain(layers=3, sharding=sharding) if sharded else plain_chain(layers=3)
@@ -435,7 +438,7 @@ CASES = (
     a_gather_that_fails_leaves_no_memory_behind,
     part_of_the_ranks_may_skip_units,
 )
-WORLDS = {1: CASES[:-2], 2: CASES}
+WORLDS = {1: thinned(CASES[:-2], 3), 2: CASES}
 
 
 @by_world(WORLDS)

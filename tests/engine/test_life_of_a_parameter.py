@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.programs import run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/life_of_a_parameter.md"
@@ -59,12 +59,12 @@ dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def visited() -> tuple[set[str], set[str]]:
+def visited(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], set[str]]:
     """Files of the engine that run before the first step, and in a step."""
-    command = [sys.executable, "-W", "ignore", "-c", WALK, f"{ROOT / 'lightning_mfsdp/engine'}/"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    before, in_step = json.loads(done.stdout.splitlines()[-1])
+    program = tmp_path_factory.mktemp("walk") / "walk.py"
+    program.write_text(WALK)
+    output = run_forked(program, f"{ROOT / 'lightning_mfsdp/engine'}/", expected=(".*",))
+    before, in_step = json.loads(output.splitlines()[-1])
     return set(before), set(in_step)
 
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from lightning_mfsdp.engine import MixedPrecisionPolicy, sharded_parameters, units
 from tests.engine.cases import device_type
 from tests.engine.internals import unit_of
-from tests.engine.worlds import by_world, check
+from tests.engine.worlds import by_world, check, thinned
 from tests.helpers.chain import STRATEGIES, adamw, context, inputs, loss_of, sharded_chain, train
 from tests.helpers.pairwise import in_turn, in_world, pairwise
 
@@ -139,9 +139,8 @@ def noting_gradient_bytes(model: nn.Module) -> list[int]:
 
 
 def gradients_have_memory_from_backward_to_the_next_forward(rank, world):
-    for sharding, policy in product(
-        in_turn(1, STRATEGIES), (None, BF16, MixedPrecisionPolicy(main_params_dtype=torch.float64))
-    ):
+    policies = (None, BF16, MixedPrecisionPolicy(main_params_dtype=torch.float64))
+    for sharding, policy in thinned(product(in_turn(1, STRATEGIES), policies), 2):
         model = sharded_chain(sharding=sharding, policy=policy, dim=DIM, layers=4)
         optimizer, seen = adamw(model), noting_gradient_bytes(model)
         train_wide(model, optimizer, 3, rank)
@@ -236,7 +235,7 @@ def deletion_frees_everything_without_the_cycle_collector(rank, world):
     gc.disable()
     try:
         for sharding, storage, when in pairwise(
-            STRATEGIES, ("pooled", "dynamic"), ("untouched", "forward", "backward", "trained")
+            STRATEGIES, ("pooled", "dynamic"), ("untouched", "forward", "backward", "trained"), together=1
         ):
             model = sharded_chain(sharding=sharding, storage=storage, policy=BF16)
             optimizer, loss = adamw(model), None

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_mfsdp.engine import MixedPrecisionPolicy, no_sync, reduce_pending
-from tests.engine.worlds import by_world, check
+from tests.engine.worlds import by_world, check, thinned
 from tests.helpers.chain import (
     STRATEGIES,
     Chain,
@@ -119,7 +119,7 @@ def within(model: nn.Module, how: str) -> AbstractContextManager[Any]:
 
 def sums_are_those_of_one_axis_after_the_other_to_the_bit(rank: int, world: int) -> None:
     possible: Callable[..., bool] = lambda sharding, outer, *_: (sharding, outer) != ("no_shard", "optim")  # noqa: E731
-    rows = pairwise(STRATEGIES, ("no_shard", "optim"), PROGRAMS, (None, WIRE), possible=possible)
+    rows = thinned(pairwise(STRATEGIES, ("no_shard", "optim"), PROGRAMS, (None, WIRE), possible=possible), 3)
     alone = {(micro, other): gradients_of(other, micro) for micro in range(3) for other in range(world)}
     for sharding, outer, program, policy in rows:
         model = sharded_chain(mesh=mesh(), sharding=sharding, outer_sharding=outer, policy=policy)
@@ -175,7 +175,7 @@ def nothing_is_left_of_a_backward_that_broke_off(rank: int, world: int) -> None:
         model, other = sharded_chain(mesh=mesh(), sharding=sharding), sharded_chain(mesh=mesh(), sharding=sharding)
         optimizers = [adamw(model), adamw(other)]
         usual = model.wrap
-        for index in range(len(model.layers)):
+        for index in thinned(range(len(model.layers)), 2):
             for broken, optimizer in zip((True, False), optimizers, strict=True):
                 trained = model if broken else other
                 if broken:
@@ -190,7 +190,7 @@ def nothing_is_left_of_a_backward_that_broke_off(rank: int, world: int) -> None:
 
 
 def no_more_than_two_units_are_under_way_over_the_outer_axis(rank: int, world: int) -> None:
-    for sharding in STRATEGIES:
+    for sharding in in_turn(1, STRATEGIES):
         model = sharded_chain(mesh=mesh(), layers=6, sharding=sharding)
         reductions, seen = context(model).reductions, []
         reductions.watches.append(lambda unit, r=reductions, s=seen: s.append(len(r._over_outer)))
@@ -201,7 +201,7 @@ def no_more_than_two_units_are_under_way_over_the_outer_axis(rank: int, world: i
 
 
 def a_backward_in_inference_mode_is_added_to_in_the_next_microbatch(rank: int, world: int) -> None:
-    for outer_sharding, policy in pairwise(("no_shard", "optim"), (MixedPrecisionPolicy(), WIRE)):
+    for outer_sharding, policy in pairwise(("no_shard", "optim"), (MixedPrecisionPolicy(), WIRE), together=1):
         found = []
         for mode in (nullcontext, torch.inference_mode):
             model = sharded_chain(mesh=mesh(), outer_sharding=outer_sharding, policy=policy)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import partial
-from itertools import product
+from functools import cache, partial
 
 import pytest
 import torch
@@ -60,6 +59,7 @@ def train(model, optimizer, *, steps, accumulation, rank, world, sync="no_sync",
     return torch.stack(history)
 
 
+@cache
 def reference(steps, accumulation, clip=None, dtype=torch.float32):
     model = build(layers=2, dtype=dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -97,7 +97,7 @@ def world_one(rank, world, strategy, accumulation):
 
 
 def all_on_one_rank(rank, world):
-    for strategy, accumulation in product(STRATEGIES, (1, 3)):
+    for strategy, accumulation in pairwise(STRATEGIES, (1, 3), together=1):
         world_one(rank, world, strategy, accumulation)
 
 
@@ -142,7 +142,9 @@ def test_every_strategy_equals_one_process_on_the_concatenated_batch(world):
 def hybrid(rank, world):
     mesh = dist.init_device_mesh(device_type(), (2, 2), mesh_dim_names=("outer", "shard"))
     ways = ((1, "always"), (3, "no_sync"), (3, "always"), (3, "keep_sharded"))
-    rows = pairwise(STRATEGIES, ("no_shard", "optim"), ways, possible=lambda *row: row[:2] != ("no_shard", "optim"))
+    rows = pairwise(
+        STRATEGIES, ("no_shard", "optim"), ways, possible=lambda *row: row[:2] != ("no_shard", "optim"), together=1
+    )
     for strategy, outer, (accumulation, sync) in rows:
         model = shard(build(seed=rank, layers=2), mesh, sharding=strategy, outer_sharding=outer)
         optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))

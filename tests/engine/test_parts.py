@@ -54,7 +54,7 @@ from tests.engine.parts import (
     whole,
 )
 from tests.engine.test_sharded_arithmetic import REDUCTIONS
-from tests.engine.worlds import by_world, check
+from tests.engine.worlds import by_world, check, thinned
 from tests.helpers.pairwise import in_turn, pairwise
 
 # What is computed of one parameter. Some are not for every shape.
@@ -119,23 +119,22 @@ ALONE: dict[str, Callable[[Tensor], Any]] = {
 
 
 def arithmetic_with_one(rank: int, world: int) -> None:
-    problems, mesh = Problems(), two_axes()
-    for sharding in FEW:
-        model, plain = sharded(mesh, sharding=sharding), values()
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                of_one(problems, sharding, name, parameter, plain[name])
+    problems, mesh, plain = Problems(), two_axes(), values()
+    models = {sharding: sharded(mesh, sharding=sharding) for sharding in FEW}
+    with torch.no_grad():
+        for sharding, name, label in thinned(product(FEW, SHAPES, ALONE), 5):
+            of_one(problems, sharding, name, label, models[sharding].get_parameter(name), plain[name])
     problems.finish()
 
 
-def of_one(problems: Problems, what: str, name: str, parameter: Tensor, plain: Tensor) -> None:
-    for label, compute in ALONE.items():
-        try:
-            expected = compute(plain.clone())
-        except (RuntimeError, IndexError, TypeError):
-            continue  # not for this shape
-        case = f"{what} {name} {label}"
-        compare(problems, attempt(problems, case, lambda c=compute, p=parameter: c(p)), expected, case, 1e-5)
+def of_one(problems: Problems, what: str, name: str, label: str, parameter: Tensor, plain: Tensor) -> None:
+    compute = ALONE[label]
+    try:
+        expected = compute(plain.clone())
+    except (RuntimeError, IndexError, TypeError):
+        return  # not for this shape
+    case = f"{what} {name} {label}"
+    compare(problems, attempt(problems, case, lambda: compute(parameter)), expected, case, 1e-5)
 
 
 # From a parameter and another operand, of any of the kinds below.
@@ -241,16 +240,16 @@ def draws_and_initializations(rank: int, world: int) -> None:
     problems, mesh = Problems(), two_axes()
     for sharding in FEW:
         model, plain = sharded(mesh, sharding=sharding), Net()
+        for name, (label, draw) in thinned(product(SHAPES, DRAWS.items()), 4):
+            case, parameter = f"{sharding} {name} {label}", model.get_parameter(name)
+            torch.manual_seed(5)
+            try:
+                expected = draw(plain.get_parameter(name))
+            except ValueError:
+                continue  # not for this shape
+            torch.manual_seed(5)
+            compare(problems, attempt(problems, case, lambda d=draw, p=parameter: d(p)), expected, case)
         for name, parameter in model.named_parameters():
-            for label, draw in DRAWS.items():
-                case = f"{sharding} {name} {label}"
-                torch.manual_seed(5)
-                try:
-                    expected = draw(plain.get_parameter(name))
-                except ValueError:
-                    continue  # not for this shape
-                torch.manual_seed(5)
-                compare(problems, attempt(problems, case, lambda d=draw, p=parameter: d(p)), expected, case)
             compare(problems, parameter, plain.get_parameter(name), f"{sharding} {name}: the parameter")
     problems.finish()
 
@@ -274,7 +273,7 @@ def views_and_writes_to_them(rank: int, world: int) -> None:
         for one in (model, plain):
             one(x).backward()
         matrices = [name for name, (shape, _, _) in SHAPES.items() if len(shape) > 1]
-        for name, (label, view), kind in product(matrices, VIEWS.items(), ("data", "grad")):
+        for name, (label, view), kind in thinned(product(matrices, VIEWS.items(), ("data", "grad")), 3):
             shown = [getattr(one.get_parameter(name), kind) for one in (model, plain)]
             for one in shown:
                 kept = view(one)
@@ -288,7 +287,7 @@ def views_and_writes_to_them(rank: int, world: int) -> None:
 
 def gradients_are_read_set_and_scaled(rank: int, world: int) -> None:
     problems, mesh, x = Problems(), two_axes(), torch.tensor(0.5)
-    for sharding in SHARDINGS:
+    for sharding in in_turn(1, SHARDINGS):
         model, plain = sharded(mesh, sharding=sharding), Net()
         other, other_plain = sharded(mesh, 2, OTHERWISE, sharding="optim_grads_params"), Net(2)
         for one in (model, plain, other, other_plain):
@@ -336,7 +335,7 @@ def weights_move_between_models_that_lie_otherwise(rank: int, world: int) -> Non
 
 def whole_weights_are_shown_and_written_back(rank: int, world: int) -> None:
     problems, mesh = Problems(), two_axes()
-    for sharding in SHARDINGS:
+    for sharding in in_turn(0, SHARDINGS):
         model = nn.Sequential(OrderedDict(one=Net(1, mesh), two=Net(2, mesh, OTHERWISE)))
         fully_shard(model, mesh, sharding=sharding)
         for shown in (model, model.two):
@@ -358,7 +357,7 @@ def whole_weights_are_shown_and_written_back(rank: int, world: int) -> None:
 
 def conversions_show_whole_shapes(rank: int, world: int) -> None:
     problems, mesh = Problems(), two_axes()
-    for sharding in SHARDINGS:
+    for sharding in in_turn(2, SHARDINGS):
         model = sharded(mesh, sharding=sharding)
         for convert in (nn.Module.half, nn.Module.double, lambda m: m.to(torch.bfloat16), nn.Module.cpu):
             expected = dict(convert(Net()).named_parameters())
@@ -376,7 +375,7 @@ def conversions_show_whole_shapes(rank: int, world: int) -> None:
 def reports_are_about_whole_parameters(rank: int, world: int) -> None:
     mesh = two_axes()
     count = sum(value.numel() for value in values().values())
-    for sharding in SHARDINGS:
+    for sharding in in_turn(1, SHARDINGS):
         model = sharded(mesh, sharding=sharding)
         assert sum(view.num_parameters for view in units(model)) == count
         assert sum(parameter.numel() for parameter in model.parameters()) == count
@@ -423,8 +422,9 @@ def experts_that_are_divided_too(rank: int, world: int) -> None:
     for sharding in FEW:
         model, plain = fully_shard(Experts(mesh), mesh, sharding=sharding), Experts()
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                of_one(problems, f"experts {sharding}", name, parameter, plain.get_parameter(name).detach())
+            for name, label in thinned(product(dict(plain.named_parameters()), ALONE), 5):
+                whole_one = plain.get_parameter(name).detach()
+                of_one(problems, f"experts {sharding}", name, label, model.get_parameter(name), whole_one)
         optimizers = fully_shard_optimizer(torch.optim.AdamW(model.parameters())), torch.optim.AdamW(plain.parameters())
         for _ in range(2):
             model(
@@ -491,7 +491,7 @@ def is_refused(problems: Problems, step: Callable[[], Any]) -> bool:
 def dtensors_of_a_users_own_meet_parts(rank: int, world: int) -> None:
     """Results of DTensor do not know where they lie: they are right, or refused; with zeros_like they are right."""
     problems, mesh = Problems(), two_axes()
-    for sharding, tells in product(in_turn(0, SHARDINGS), (True, False)):
+    for sharding, tells in thinned(product(in_turn(0, SHARDINGS), (True, False)), 3):
         model, plain = sharded(mesh, sharding=sharding), Net()
         for one in (model, plain):
             one(torch.tensor(0.5)).backward()
@@ -534,7 +534,7 @@ LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
 def losses_outside_of_forward_are_refused(rank: int, world: int) -> None:
     """Of a part, and of a parameter whose gradients a hook adds up, however it was copied before."""
     problems, mesh = Problems(), two_axes()
-    for sharding in SHARDINGS:
+    for sharding in in_turn(1, SHARDINGS):
         model, plain = Net(1, mesh), Net()
         mark_summed(model.whole)
         fully_shard(model, mesh, sharding=sharding)
@@ -585,7 +585,7 @@ def models_that_do_not_fit_their_mesh_are_refused(rank: int, world: int) -> None
 
 def optimizers_that_need_whole_tensors_are_refused(rank: int, world: int) -> None:
     mesh = two_axes()
-    for sharding in SHARDINGS:
+    for sharding in in_turn(0, SHARDINGS):
         model = sharded(mesh, sharding=sharding)
         for kind in (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon):
             with pytest.raises(ShardingError, match=rf"{kind.__name__} needs whole.*without a tensor axis"):

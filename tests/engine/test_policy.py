@@ -428,7 +428,9 @@ def high_precision(strategy: str, factor: str | float, rank: int, world: int) ->
 def crossed(
     title: str, case: Callable[..., None], *values: tuple[object, ...]
 ) -> dict[str, Callable[[int, int], None]]:
-    return {f"{title} [{', '.join(map(label, items))}]": partial(case, *items) for items in pairwise(*values)}
+    return {
+        f"{title} [{', '.join(map(label, items))}]": partial(case, *items) for items in pairwise(*values, together=1)
+    }
 
 
 def label(item: object) -> str:

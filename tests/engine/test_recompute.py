@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lightning_mfsdp.engine import MixedPrecisionPolicy, fully_shard, no_sync, sharded_parameters
 from tests.engine.internals import unit_of
-from tests.engine.worlds import by_world, check
+from tests.engine.worlds import by_world, check, thinned
 from tests.helpers.chain import (
     STRATEGIES,
     Chain,
@@ -77,7 +77,7 @@ def run(model, rank, steps=4, microbatches=1) -> Tensor:
 
 
 def every_unit_checkpointed_is_bit_equal(rank, world):
-    for sharding, policy in product(in_turn(0, STRATEGIES), (None, BF16)):
+    for sharding, policy in thinned(product(in_turn(0, STRATEGIES), (None, BF16)), 3):
         options = {"sharding": sharding, "policy": policy}
         model = sharded_chain(**options)
         losses = run(model, rank, steps=3, microbatches=2)
@@ -90,7 +90,7 @@ def every_unit_checkpointed_is_bit_equal(rank, world):
 
 
 def several_units_in_one_region_are_bit_equal(rank, world):
-    for sharding, storage in product(in_turn(1, STRATEGIES), ("pooled", "dynamic")):
+    for sharding, storage in thinned(product(in_turn(1, STRATEGIES), ("pooled", "dynamic")), 3):
         model = regions(None, sharding=sharding, storage=storage)
         losses = run(model, rank)
         for reentrant in (False, True):

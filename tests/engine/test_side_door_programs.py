@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from tests.engine.side_door_programs import DIM, PROGRAMS, build, whole
-from tests.engine.worlds import by_world, check, in_turns
+from tests.engine.worlds import NIGHT, at_night, by_world, check
 
-STEPS = 4
+STEPS = 4 if NIGHT else 3
 AS_IN_PYTORCH = {"write_in_forward_after_use", "step_between_forward_and_backward", "activation_written"}  # it raises
 # No hooks can be put around what a backward saves, or a forward in a transform.
 LOUD = {
@@ -54,7 +54,8 @@ def case(name: str) -> Any:
     return made
 
 
-WORLDS = in_turns((2, 3), tuple(map(case, PROGRAMS)))
+CASES = tuple(map(case, PROGRAMS))
+WORLDS = {2: CASES, **at_night({3: CASES})}
 
 
 def test_there_are_54_and_at_most_three_are_loud() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -30,15 +30,16 @@ from lightning_mfsdp.engine import (
     watch_backward,
 )
 from lightning_mfsdp.engine.core.versions import RESHARDED
-from tests.engine.worlds import by_world, check, in_turns
-from tests.helpers.chain import context
+from tests.engine.worlds import NIGHT, at_night, by_world, check, thinned
+from tests.helpers.chain import context, weights
 from tests.helpers.distributed import RankError, run_distributed
 from tests.helpers.hidden import Hidden
 from tests.helpers.pairwise import in_turn, pairwise
 
-WIDTH, BLOCKS, ORDINARY, LAST = 6, 5, 4, 8
+WIDTH, BLOCKS, ORDINARY, LAST = 6, 5, 3, 6
 BFLOAT16 = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
 SHARDED, WHOLE = "optim_grads_params", ("optim_grads", "optim", "no_shard")
+STRATEGIES = (*WHOLE, SHARDED)
 
 
 class Block(nn.Module):
@@ -94,6 +95,10 @@ Loss = Callable[[Net, Tensor, int], Tensor]
 
 def task(model: Net, x: Tensor) -> Tensor:
     return model(x).square().mean()
+
+
+def task_alone(model: Net, x: Tensor, step: int) -> Tensor:
+    return task(model, x)
 
 
 def feature_alone(model: Net, x: Tensor, step: int) -> Tensor:
@@ -152,6 +157,7 @@ def batch(step: int, rank: int) -> Tensor:
     return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
+@cache
 def plain(loss: Loss, world: int, make: type[torch.optim.Optimizer] = torch.optim.SGD) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = Net()
@@ -183,8 +189,7 @@ def train(model: Net, loss: Loss, rank: int, make: type[torch.optim.Optimizer] =
 
 
 def assert_equal(model: nn.Module, expected: dict[str, Tensor], what: object, tolerance: float = 1e-5) -> None:
-    for name, parameter in model.named_parameters():
-        found = parameter.full_tensor()
+    for name, found in weights(model).items():
         worst = (found - expected[name]).abs().max() / expected[name].abs().max()
         assert worst < tolerance, f"{what}: {name} is off by {worst:.1e}"
 
@@ -202,7 +207,7 @@ def a_read_of_resharded_weights_names_unit_and_parameter(rank: int, world: int) 
 
 
 def without_our_words_it_is_autograds_error_and_training_goes_on(rank: int, world: int) -> None:
-    model, expected = sharded(side_doors="raise"), plain(lambda model, x, step: task(model, x), world)
+    model, expected = sharded(side_doors="raise"), plain(task_alone, world)
     optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
     for step in range(LAST):
         if step >= ORDINARY:
@@ -220,8 +225,7 @@ def without_our_words_it_is_autograds_error_and_training_goes_on(rank: int, worl
 
 def equal_with_either_way_out(rank: int, world: int) -> None:
     for loss in SIDE_DOORS:
-        expected = plain(loss, world)
-        ordinary = plain(lambda model, x, step: task(model, x), world)
+        expected, ordinary = plain(loss, world), plain(task_alone, world)
         far = max((expected[name] - ordinary[name]).abs().max() for name in expected)
         assert far > 1e-3, "the term makes no difference"
         model = sharded(reshard_after_forward=False, side_doors="raise")
@@ -240,7 +244,7 @@ def equal_with_either_way_out(rank: int, world: int) -> None:
 
 
 def side_doors_beside_the_result_are_right(rank: int, world: int) -> None:
-    for loss, make, sharding in pairwise(RIGHT, (torch.optim.SGD, torch.optim.AdamW), (SHARDED, *WHOLE)):
+    for loss, make, sharding in pairwise(RIGHT, (torch.optim.SGD, torch.optim.AdamW), STRATEGIES, together=1):
         model = sharded(sharding=sharding)
         train(model, loss, rank, make)
         assert_equal(model, plain(loss, world, make), (loss.__name__, sharding))
@@ -250,14 +254,14 @@ def side_doors_alone_are_right(rank: int, world: int) -> None:
     others = [{"storage": "dynamic"}, *({"sharding": sharding} for sharding in WHOLE), {"side_doors": "follow"}]
     for number, loss in enumerate(SIDE_DOORS):
         expected = plain(loss, world)
-        for options in ({}, *in_turn(number, others)):
+        for options in ({}, *(others if NIGHT else [others[number - 1]])):
             model = sharded(**options)
             train(model, loss, rank)
             assert_equal(model, expected, (loss.__name__, options))
 
 
 def in_bfloat16_they_are_no_further_off_than_an_ordinary_loss(rank: int, world: int) -> None:
-    for loss in (*SIDE_DOORS, *RIGHT):
+    for loss in thinned((*SIDE_DOORS, *RIGHT), 2):
         expected, model = plain(loss, world), sharded(policy=BFLOAT16)
         train(model, loss, rank)
         assert_equal(model, expected, loss.__name__, 2e-2)
@@ -493,13 +497,14 @@ def what_one_rank_alone_keeps_changes_nothing(rank: int, world: int) -> None:
         result, found = task(model, x), model.blocks[block].map
         return result if found is None else result + found.square().mean()
 
-    for block, since, how, adds in (
+    rows = (
         (1, 0, "hook", False),
-        (1, 3, "attribute", True),
         (4, 3, "hook", True),
-        (4, 3, "attribute", False),
         (0, 0, "attribute", True),
-    ):
+        (1, 3, "attribute", True),
+        (4, 3, "attribute", False),
+    )
+    for block, since, how, adds in thinned(rows, 2):
         models = [net() for _ in range(world)]
         optimizers = [torch.optim.SGD(one.parameters(), lr=0.05) for one in models]
         model = net()
@@ -636,7 +641,7 @@ class Staged(Net):
 
 
 def a_step_may_call_layers_before_its_own_forward(rank: int, world: int) -> None:
-    for how in ("layer", "parameter", "block"):
+    for number, how in enumerate(("layer", "parameter", "block")):
         torch.manual_seed(0)
         reference = Staged(how)
         optimizer = torch.optim.SGD(reference.parameters(), lr=0.05)
@@ -646,7 +651,7 @@ def a_step_may_call_layers_before_its_own_forward(rank: int, world: int) -> None
             optimizer.step()
             optimizer.zero_grad()
         expected = {name: one.detach() for name, one in reference.named_parameters()}
-        for sharding in (SHARDED, *WHOLE):
+        for sharding in in_turn(number, STRATEGIES):
             torch.manual_seed(0)
             model = Staged(how)
             for block in model.blocks:
@@ -699,13 +704,13 @@ def a_backward_that_reaches_no_result_is_reduced(rank: int, world: int) -> None:
             optimizer.zero_grad()
 
     rows = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(5))
-    for which in ("steps", "clears", "reads", "clips", "adds"):
+    for number, which in enumerate(("steps", "clears", "reads", "clips", "adds")):
         torch.manual_seed(0)
         reference = nn.Sequential(*(Penalized() for _ in range(3)))
         clip = torch.nn.utils.clip_grad_norm_
         program(reference, torch.optim.SGD(reference.parameters(), lr=0.05), clip, which, rows)
         expected = {name: one.detach() for name, one in reference.named_parameters()}
-        for sharding in (SHARDED, *WHOLE):
+        for sharding in in_turn(number, STRATEGIES):
             torch.manual_seed(0)
             model = nn.Sequential(*(Penalized() for _ in range(3)))
             for layer in model:
@@ -892,7 +897,7 @@ def a_function_that_keeps_a_parameter_reads_nan_and_one_that_keeps_a_view_is_not
 
 
 def train_with_a_loss_of_its_own(rank: int, world: int) -> None:
-    train(sharded(), feature_alone if rank == 0 else lambda model, x, step: task(model, x), rank)
+    train(sharded(), feature_alone if rank == 0 else task_alone, rank)
 
 
 def test_ranks_whose_losses_reach_other_units_get_an_error() -> None:
@@ -900,37 +905,35 @@ def test_ranks_whose_losses_reach_other_units_get_an_error() -> None:
         run_distributed(train_with_a_loss_of_its_own, 2, apart=True)
 
 
-WORLDS = in_turns(
-    (2, 3),
-    (
-        a_read_of_resharded_weights_names_unit_and_parameter,
-        without_our_words_it_is_autograds_error_and_training_goes_on,
-        equal_with_either_way_out,
-        side_doors_beside_the_result_are_right,
-        side_doors_alone_are_right,
-        in_bfloat16_they_are_no_further_off_than_an_ordinary_loss,
-        followed_weights_are_resharded_after_forward_and_backward,
-        what_one_rank_alone_keeps_changes_nothing,
-        memory_of_followed_weights_is_freed_with_every_reshard,
-        what_no_optimizer_steps_does_not_stay,
-        a_graph_that_waits_keeps_what_no_optimizer_steps,
-        a_unit_that_shares_a_weight_leaves_its_memory_to_the_owner,
-        a_result_is_right_beside_something_kept_of_the_same_unit,
-        a_forward_that_raises_leaves_nothing_in_memory,
-        a_write_to_a_parameter_of_a_unit_whose_memory_stays_is_refused,
-        a_model_may_be_unsharded_while_something_kept_refers_to_its_weights,
-        a_unit_that_ran_before_it_was_nested_leaves_its_memory_behind,
-        a_frozen_judge_with_hooks_is_right_or_loud,
-        a_step_may_call_layers_before_its_own_forward,
-        a_backward_that_reaches_no_result_is_reduced,
-        a_write_before_use_is_kept_and_one_after_it_raises_as_in_pytorch,
-        a_write_to_a_resharded_parameter_that_a_program_kept_is_refused,
-        a_write_in_a_forward_is_kept_beside_one_to_another_main_weight,
-        what_a_kept_unit_says_after_an_evaluation,
-        a_function_that_keeps_a_parameter_reads_nan_and_one_that_keeps_a_view_is_not_seen,
-        what_was_saved_before_a_write_is_not_read_after_it,
-    ),
+CASES = (
+    a_read_of_resharded_weights_names_unit_and_parameter,
+    without_our_words_it_is_autograds_error_and_training_goes_on,
+    equal_with_either_way_out,
+    side_doors_beside_the_result_are_right,
+    side_doors_alone_are_right,
+    in_bfloat16_they_are_no_further_off_than_an_ordinary_loss,
+    followed_weights_are_resharded_after_forward_and_backward,
+    what_one_rank_alone_keeps_changes_nothing,
+    memory_of_followed_weights_is_freed_with_every_reshard,
+    what_no_optimizer_steps_does_not_stay,
+    a_graph_that_waits_keeps_what_no_optimizer_steps,
+    a_unit_that_shares_a_weight_leaves_its_memory_to_the_owner,
+    a_result_is_right_beside_something_kept_of_the_same_unit,
+    a_forward_that_raises_leaves_nothing_in_memory,
+    a_write_to_a_parameter_of_a_unit_whose_memory_stays_is_refused,
+    a_model_may_be_unsharded_while_something_kept_refers_to_its_weights,
+    a_unit_that_ran_before_it_was_nested_leaves_its_memory_behind,
+    a_frozen_judge_with_hooks_is_right_or_loud,
+    a_step_may_call_layers_before_its_own_forward,
+    a_backward_that_reaches_no_result_is_reduced,
+    a_write_before_use_is_kept_and_one_after_it_raises_as_in_pytorch,
+    a_write_to_a_resharded_parameter_that_a_program_kept_is_refused,
+    a_write_in_a_forward_is_kept_beside_one_to_another_main_weight,
+    what_a_kept_unit_says_after_an_evaluation,
+    a_function_that_keeps_a_parameter_reads_nan_and_one_that_keeps_a_view_is_not_seen,
+    what_was_saved_before_a_write_is_not_read_after_it,
 )
+WORLDS = {2: CASES, **at_night({3: CASES})}
 
 
 @by_world(WORLDS)

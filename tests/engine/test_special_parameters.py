@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_mfsdp.engine import fully_shard, fully_shard_optimizer, sharded_parameters, unshard
 from tests.engine import special_models as models
 from tests.engine.cases import Problems, run_cases
+from tests.engine.worlds import NIGHT
 from tests.helpers.pairwise import in_turn
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -153,7 +154,7 @@ RUNS = {
 }
 
 
-@pytest.fixture(scope="module", params=[3], ids=["world 3"])
+@pytest.fixture(scope="module", params=[3] if NIGHT else [2], ids="world {}".format)
 def outcomes(request):
     return run_cases(RUNS, request.param)
 

@@ -6,9 +6,10 @@ import copy
 import io
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,8 @@ from torch.distributed.tensor import DTensor, Shard
 from lightning_mfsdp.engine import EngineStateError, fully_shard, fully_shard_optimizer
 from lightning_mfsdp.optim import Muon
 from tests.engine.cases import device_type
-from tests.engine.worlds import at_night, by_world, check, in_turns
-from tests.helpers.pairwise import in_turn
+from tests.engine.worlds import NIGHT, at_night, by_world, check, in_turns, thinned
+from tests.helpers.pairwise import in_turn, pairwise
 
 SHARDINGS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 HELD_AS_DTENSORS, OFFLOADED = "an optimizer that looks at whole tensors", "main weights and state in host memory"
@@ -93,10 +94,10 @@ def options_of(sharding: str) -> dict[str, Any]:
     return {"sharding": sharding}
 
 
-def ways() -> tuple[str, ...]:
+def ways() -> Sequence[str]:
     """To shard a model over these ranks."""
     two = (*in_turn(0, SHARDINGS), HELD_AS_DTENSORS, OFFLOADED)
-    return {2: two, 3: ("optim", "optim_grads_params"), 4: (HSDP, HFSDP)}[dist.get_world_size()]
+    return {2: two, 3: thinned(("optim", "optim_grads_params"), 2), 4: thinned((HFSDP, HSDP), 2)}[dist.get_world_size()]
 
 
 def theirs(seed: int = 0, kind: Any = torch.optim.AdamW) -> tuple[Uneven, torch.optim.Optimizer]:
@@ -201,18 +202,17 @@ def get_state_dict_gives_what_it_gives_of_fsdp2(rank: int, world: int) -> None:
     reference = theirs()
     train(*reference)
 
-    def case(sharding: str) -> None:
+    every = (None, FULL, ON_RANK_0, StateDictOptions(cpu_offload=True, ignore_frozen_params=True))
+    for number, sharding in enumerate(ways()):
         model, optimizer = ours(sharding)
         train(model, optimizer)
-        for options in (None, FULL, ON_RANK_0, StateDictOptions(cpu_offload=True, ignore_frozen_params=True)):
+        for options in every if NIGHT else every[number % 2 :: 2]:
             found, expected = (get_state_dict(*pair, options=options) for pair in ((model, optimizer), reference))
             assert kinds(found[1]) == kinds(expected[1]), (sharding, options)
             assert_same(whole(list(found)), whole(list(expected)), f"{sharding} {options}")
         flat = StateDictOptions(flatten_optimizer_state_dict=True)
         found, expected = (get_optimizer_state_dict(*pair, options=flat) for pair in ((model, optimizer), reference))
         assert_same(whole(found), whole(expected), f"{sharding} flat")
-
-    each(case)
 
 
 def optimizers_without_a_step_have_the_same_state_dicts(rank: int, world: int) -> None:
@@ -245,17 +245,16 @@ def ranks_without_any_rows_show_what_the_others_do(rank: int, world: int) -> Non
                 found.append(copy.deepcopy(whole(state["state"])))
         return found
 
-    for name, kind in KINDS.items():
-        for clears in (False, True):
-            reference, mesh = built(), init_device_mesh(device_type(), (world,))
-            fsdp2(reference, mesh=mesh)
-            expected = trained(reference, kind([reference.one_row], lr=0.1), clears)
-            model = fully_shard(built())
-            optimizer = fully_shard_optimizer(kind([model.one_row], lr=0.1))
-            assert_same(trained(model, optimizer, clears), expected, f"{name} {clears}", rtol=1e-5)
-            again = fully_shard_optimizer(kind([model.one_row], lr=0.1))
-            set_optimizer_state_dict(model, again, get_optimizer_state_dict(model, optimizer))
-            assert_same(whole(again.state_dict()["state"]), whole(optimizer.state_dict()["state"]), name)
+    for (name, kind), clears in pairwise(KINDS.items(), (False, True), together=1):
+        reference, mesh = built(), init_device_mesh(device_type(), (world,))
+        fsdp2(reference, mesh=mesh)
+        expected = trained(reference, kind([reference.one_row], lr=0.1), clears)
+        model = fully_shard(built())
+        optimizer = fully_shard_optimizer(kind([model.one_row], lr=0.1))
+        assert_same(trained(model, optimizer, clears), expected, f"{name} {clears}", rtol=1e-5)
+        again = fully_shard_optimizer(kind([model.one_row], lr=0.1))
+        set_optimizer_state_dict(model, again, get_optimizer_state_dict(model, optimizer))
+        assert_same(whole(again.state_dict()["state"]), whole(optimizer.state_dict()["state"]), name)
 
 
 def groups_with_other_options_show_their_own_state(rank: int, world: int) -> None:
@@ -308,11 +307,11 @@ def set_state_dict_takes_what_get_state_dict_gave(rank: int, world: int) -> None
     train(*straight, steps=2, first=2)
     expected = whole(list(get_state_dict(*straight)))
 
-    def case(sharding: str) -> None:
+    for number, sharding in enumerate(ways()):
         before = ours(sharding)
         train(*before)
         states["sharded"] = states["sharded, later"] = get_state_dict(*before)
-        for name, (options, trained_before) in given.items():
+        for name, (options, trained_before) in list(given.items()) if NIGHT else [list(given.items())[number]]:
             model, optimizer = ours(sharding, seed=5)
             train(model, optimizer, steps=trained_before, first=7)
             weights, state = copy.deepcopy(states[name])  # optimizers go on in the memory that they are given
@@ -322,8 +321,6 @@ def set_state_dict_takes_what_get_state_dict_gave(rank: int, world: int) -> None
             set_optimizer_state_dict(model, optimizer, state, options=options)
             train(model, optimizer, steps=2, first=2)
             assert_same(whole(list(get_state_dict(model, optimizer))), expected, f"{sharding} {name}")
-
-    each(case)
 
 
 def flat_optimizer_states_are_taken(rank: int, world: int) -> None:
@@ -361,24 +358,23 @@ def numbers_have_the_state_of_plain_pytorch(rank: int, world: int) -> None:
             optimizer.step()
         return optimizer
 
-    for name, kind in KINDS.items():
-        for parts in (("scale",), ("weight", "scale")):
-            plain = Scaled()
-            expected = stepped(plain, kind([getattr(plain, part) for part in parts], lr=0.1)).state_dict()
-            for elementwise in (None, False):
-                what = f"{name} {parts} {elementwise}"
-                models = [fully_shard(Scaled()) for _ in range(2)]
-                optimizer, again = (
-                    fully_shard_optimizer(kind([getattr(one, part) for part in parts], lr=0.1), elementwise=elementwise)
-                    for one in models
-                )
-                stepped(models[0], optimizer)
-                assert_same(whole(optimizer.state_dict()["state"]), expected["state"], what)
-                again.load_state_dict(copy.deepcopy(expected))
-                assert_same(whole(again.state_dict()["state"]), expected["state"], f"{what} loaded")
-                stepped(models[1], again)
-                full = get_optimizer_state_dict(models[0], optimizer, options=FULL)["state"]
-                assert_same(full, {parts[number]: values for number, values in expected["state"].items()}, what)
+    both = (("scale",), ("weight", "scale"))
+    for (name, kind), parts, elementwise in thinned(product(KINDS.items(), both, (None, False)), 3):
+        plain = Scaled()
+        expected = stepped(plain, kind([getattr(plain, part) for part in parts], lr=0.1)).state_dict()
+        what = f"{name} {parts} {elementwise}"
+        models = [fully_shard(Scaled()) for _ in range(2)]
+        optimizer, again = (
+            fully_shard_optimizer(kind([getattr(one, part) for part in parts], lr=0.1), elementwise=elementwise)
+            for one in models
+        )
+        stepped(models[0], optimizer)
+        assert_same(whole(optimizer.state_dict()["state"]), expected["state"], what)
+        again.load_state_dict(copy.deepcopy(expected))
+        assert_same(whole(again.state_dict()["state"]), expected["state"], f"{what} loaded")
+        stepped(models[1], again)
+        full = get_optimizer_state_dict(models[0], optimizer, options=FULL)["state"]
+        assert_same(full, {parts[number]: values for number, values in expected["state"].items()}, what)
 
 
 def states_find_their_rows_in_models_of_other_units(rank: int, world: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import nullcontext
 from itertools import combinations, product
 
@@ -14,7 +13,7 @@ from torch import nn
 from lightning_mfsdp.engine import MixedPrecisionPolicy, fully_shard, no_sync
 from lightning_mfsdp.engine.core.storage import color
 from tests.engine.internals import unit_of
-from tests.engine.worlds import by_world, check
+from tests.engine.worlds import NIGHT, by_world, check, thinned
 from tests.helpers.chain import (
     DIM,
     STRATEGIES,
@@ -239,14 +238,14 @@ DISTURBANCES = {
 
 
 # Where weights stay gathered until a step, slots are taken once.
-SHARDINGS = ("optim_grads", "optim_grads_params") if os.environ.get("MFSDP_NIGHTLY") == "1" else ("optim_grads_params",)
+SHARDINGS = ("optim_grads", "optim_grads_params") if NIGHT else ("optim_grads_params",)
 
 
 def disturbed(storage, sharding, disturbance, rank, world):
     model = sharded_chain(storage=storage, sharding=sharding)
     optimizer = adamw(model)
     losses = train(model, optimizer, range(2), rank)
-    for _ in range(2):
+    for _ in range(2 if NIGHT else 1):
         losses += disturbance(model, optimizer, rank)
         losses += train(model, optimizer, [4], rank)
     # Disturbed from the very first step, before anything is planned.
@@ -276,7 +275,7 @@ globals().update({case.__name__: case for case in DISTURBED})  # spawned process
 
 def pooled_equals_dynamic_bit_for_bit(rank, world):
     policies = (None, MixedPrecisionPolicy(compute_dtype=torch.bfloat16, grad_comm_dtype=torch.bfloat16))
-    for sharding, policy in product(in_turn(1, STRATEGIES), policies):
+    for sharding, policy in thinned(product(in_turn(1, STRATEGIES), policies), 3):
         runs = []
         for storage in ("pooled", "dynamic"):
             model = sharded_chain(storage=storage, sharding=sharding, policy=policy)

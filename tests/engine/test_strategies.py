@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from lightning_mfsdp.engine.api.units import fully_shard_units
 from lightning_mfsdp.engine.core.gradients import Sync
 from tests.engine.cases import Problems
 from tests.engine.packed import Adapted
-from tests.engine.worlds import by_world, check
+from tests.engine.worlds import by_world, check, thinned
 from tests.helpers.chain import context
 from tests.helpers.pairwise import pairwise
 
@@ -163,6 +164,7 @@ OPTIMIZERS = {
 }
 
 
+@cache
 def trained_alone(micros: int, optimizer_name: str) -> tuple[Mixture, list[Tensor]]:
     """Norms of the gradients before clipping, and the model."""
     model, norms = mixture(), []
@@ -202,7 +204,7 @@ def train_as_one_process(
 
 def models_of_several_strategies_train_as_one_process(rank: int, world: int) -> None:
     problems = Problems()
-    for row in pairwise(MIXED, WAYS, OPTIMIZERS, (None, BF16)):
+    for row in thinned(pairwise(MIXED, WAYS, OPTIMIZERS, (None, BF16)), 3):
         train_as_one_process(problems, rank, world, row, None)
     problems.finish()
 
@@ -210,7 +212,7 @@ def models_of_several_strategies_train_as_one_process(rank: int, world: int) -> 
 def so_do_they_on_two_axes(rank: int, world: int) -> None:
     problems = Problems()
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
-    for *row, outer in pairwise(
+    rows = pairwise(
         MIXED,
         WAYS,
         ("AdamW",),
@@ -219,7 +221,8 @@ def so_do_they_on_two_axes(rank: int, world: int) -> None:
         possible=lambda sharding, way, optimizer, policy, outer: (
             outer == "no_shard" or "no_shard" not in sharding.values()
         ),
-    ):
+    )
+    for *row, outer in thinned(rows, 3):
         train_as_one_process(problems, rank, world, tuple(row), mesh, outer_sharding=outer)
     problems.finish()
 

@@ -25,6 +25,7 @@ from lightning_mfsdp.engine import MixedPrecisionPolicy, clip_grad_norm_, no_syn
 from tests.engine import test_codec as quantized
 from tests.engine.int8_codec import Int8Codec
 from tests.engine.internals import streamed_step
+from tests.engine.worlds import thinned
 from tests.helpers.chain import STRATEGIES, adamw, inputs, loss_of, sharded_chain, train
 from tests.helpers.stream_checker import STEP, CheckedStreams, Checker, checked_streams, place_of
 
@@ -326,7 +327,9 @@ def test_no_wait_can_be_left_out():
         for place in ran(name).waits:
             places.setdefault(place, []).append(name)
     needless = [
-        place for place, names in places.items() if not any(ran(name, place).problems for name in reversed(names))
+        place
+        for place in thinned(sorted(places), 4)
+        if not any(ran(name, place).problems for name in reversed(places[place]))
     ]
     assert not needless
     assert set(places) == waits_in_the_code()

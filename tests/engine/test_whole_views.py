@@ -483,7 +483,7 @@ CASES = (
     a_forward_in_another_dtype_sees_what_a_view_wrote,
     a_step_after_backwards_under_no_sync_alone_leaves_what_nobody_used,
 )
-WORLDS = {**at_night({1: CASES}), 2: CASES, 3: CASES}
+WORLDS = {2: CASES, **at_night({1: CASES, 3: CASES})}
 
 
 @by_world(WORLDS)

@@ -3,29 +3,49 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from tests.engine.cases import Case, run_cases
 
-__all__ = ["at_night", "by_world", "check", "in_turns"]
+__all__ = ["NIGHT", "at_night", "by_world", "check", "in_turns", "thinned"]
 
 Worlds = Mapping[int, Sequence[Case]]
+Row = TypeVar("Row")
+NIGHT = os.environ.get("MFSDP_NIGHTLY") == "1"
 
 
 def in_turns(sizes: Sequence[int], cases: Sequence[Case]) -> dict[int, Sequence[Case]]:
     """Each case on one of these numbers of ranks, the next case on the next; at night every case on all of them."""
-    if os.environ.get("MFSDP_NIGHTLY") == "1":
+    if NIGHT:
         return dict.fromkeys(sizes, cases)
     return {size: cases[first :: len(sizes)] for first, size in enumerate(sizes)}
 
 
 def at_night(worlds: dict[int, Sequence[Case]]) -> dict[int, Sequence[Case]]:
     """Numbers of ranks that come to what others come to on a push."""
-    return worlds if os.environ.get("MFSDP_NIGHTLY") == "1" else {}
+    return worlds if NIGHT else {}
+
+
+def thinned(rows: Iterable[Row], every: int) -> list[Row]:
+    """The first of so many rows and the first of the next ones; of tuples also those with a value that these lack. At night all."""
+    rows = list(rows)
+    if NIGHT:
+        return rows
+    chosen = set(range(0, len(rows), every))
+    seen = {value for number in chosen for value in _values(rows[number])}
+    for number, row in enumerate(rows):
+        if not _values(row) <= seen:
+            chosen.add(number)
+            seen |= _values(row)
+    return [rows[number] for number in sorted(chosen)]
+
+
+def _values(row: Any) -> set[tuple[int, str]]:
+    return {(place, repr(value)) for place, value in enumerate(row)} if isinstance(row, tuple) else set()
 
 
 def by_world(worlds: Worlds) -> Any:
