@@ -6,12 +6,15 @@ import importlib
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lightning_mfsdp import MFSDPStrategy
 from tests.figures import code, gpu_rows, trainer_calls, walked
+from tests.helpers.distributed import run_distributed
 
 SMALL = {
     "__init__.py": '"""A package."""\n',
@@ -109,9 +112,13 @@ def test_a_unit_makes_few_calls(span: str, counted: dict[str, Any]) -> None:
     assert {key: found[key] for key in MOST[span] if found[key] > MOST[span][key]} == {}
 
 
+def trainer_calls_of_a_rank(rank: int, world: int) -> Counter[str]:
+    return trainer_calls.train(rank, MFSDPStrategy())
+
+
 def test_a_step_of_the_trainer_makes_few_calls_for_each_parameter_and_unit() -> None:
     """Of the package alone: what the model, PyTorch and the Trainer call is theirs."""
-    calls = trainer_calls.count("mfsdp")
+    calls, _ = run_distributed(trainer_calls_of_a_rank, 2)
     assert min(calls["torch.optim"], calls["model"], calls["lightning"], calls["engine/core/unit"]) > 100
     ours = {
         concern: number for concern, number in calls.items() if concern not in ("torch.optim", "model", "lightning")
