@@ -15,6 +15,7 @@ import pytest
 from lightning_mfsdp import MFSDPStrategy
 from tests.figures import code, gpu_rows, trainer_calls, walked
 from tests.helpers.distributed import run_distributed
+from tests.helpers.programs import run_forked
 
 SMALL = {
     "__init__.py": '"""A package."""\n',
@@ -93,16 +94,18 @@ MOST = {"forward": {"python": 60, "c": 41}, "backward": {"python": 104, "c": 53}
 
 
 @pytest.fixture(scope="module")
-def counted() -> dict[str, Any]:
+def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What calls.py finds, in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("calls.py")), "--json"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    program = tmp_path_factory.mktemp("calls") / "count.py"
+    calls = Path(__file__).with_name("calls.py")
+    program.write_text(f"""
+import runpy
+import warnings
+
+warnings.simplefilter("ignore")
+runpy.run_path({str(calls)!r}, run_name="__main__")
+""")
+    found: dict[str, Any] = json.loads(run_forked(program, "--json").splitlines()[-1])
     return found
 
 

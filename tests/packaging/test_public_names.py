@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import lightning_mfsdp
+from tests.helpers.programs import run_as_if_first
 
 PACKAGE = Path(lightning_mfsdp.__file__).parent
 ROOMS = {
@@ -31,19 +30,17 @@ LAZY = {"callbacks", "fabric", "moe", "mtp", "ops", "optim", "ray"}
 
 
 @pytest.fixture(scope="module")
-def printed() -> list[str]:
-    """By a fresh interpreter: rooms that importing the package loads, and a name of a room that it does not load."""
+def printed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """By a process that imports the package for the first time: rooms that are loaded then, and a name of a room that is not."""
     program = (
-        "import sys, lightning_mfsdp\n"
+        "import lightning_mfsdp\n"
         "print(*{name.split('.')[1] for name in sys.modules if name.startswith('lightning_mfsdp.')})\n"
         f"for room in {sorted(LAZY)}:\n"
         "    assert getattr(lightning_mfsdp, room) is sys.modules[f'lightning_mfsdp.{room}']\n"
         "    assert room in vars(lightning_mfsdp)\n"
         "print(lightning_mfsdp.moe.TopKRouter.__name__)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    return run_as_if_first(tmp_path_factory.mktemp("names"), program).splitlines()[-2:]
 
 
 def test_dir_shows_public_names_alone():
