@@ -38,6 +38,7 @@ CONFIGS = {
 }
 
 FEW = ("each layer", "three together and one")
+OF_EACH_KIND = (*FEW, "parts of layers", "all but products", "pairs in host memory")
 
 
 def sharded(config: Recompute | None, together: int = 1, **options) -> Stack:
@@ -82,8 +83,8 @@ def every_method_is_bit_equal(rank, world):
 
 def a_unit_is_gathered_once_in_forward_and_once_in_backward(rank, world):
     """What backward needs first never left. Regions inside of a unit and regions of several units alike."""
-    for name, config in {"none": Recompute(method="none"), **CONFIGS}.items():
-        model = sharded(config)
+    for name in ("none", *(CONFIGS if NIGHTLY else OF_EACH_KIND)):
+        model = sharded(CONFIGS[name] if name in CONFIGS else Recompute(method="none"))
         train(model, rank, steps=2)
         shared = context(model)
         before = shared.lane.started
@@ -102,7 +103,7 @@ def units_of_several_layers(rank, world):
     """Grouped modules: regions inside make no other gathers than none, in numbers and to the bit."""
     plain = sharded(None, together=2)
     losses = train(plain, rank)
-    for name in CONFIGS if NIGHTLY else (*FEW, "parts of layers", "pairs in host memory"):
+    for name in CONFIGS if NIGHTLY else OF_EACH_KIND:
         model = sharded(CONFIGS[name], together=2)
         assert torch.equal(train(model, rank), losses), name
         assert_same_weights(model, plain, name)
