@@ -20,7 +20,7 @@ import inspect
 import json
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,8 +93,9 @@ def declared(source: str) -> list[Option]:
         for node in ast.parse(source).body
         if isinstance(node, ast.ClassDef)
     }
+    lines = source.encode().splitlines(keepends=True)
     return [
-        option(source, field, below, of_both=name == BOTH)
+        option(lines, field, below, of_both=name == BOTH)
         for name in (BOTH, TRAINERS)
         for field, below in zip(
             classes[name].body, [*classes[name].body[1:], None], strict=True
@@ -104,7 +105,11 @@ def declared(source: str) -> list[Option]:
 
 
 def option(
-    source: str, field: ast.AnnAssign, below: ast.stmt | None, *, of_both: bool
+    lines: Sequence[bytes],
+    field: ast.AnnAssign,
+    below: ast.stmt | None,
+    *,
+    of_both: bool,
 ) -> Option:
     """That of a field, and of what stands below it."""
     name, default = ast.unparse(field.target), field.value
@@ -134,8 +139,8 @@ def option(
         )
     return Option(
         name=name,
-        type=ast.get_source_segment(source, field.annotation) or "",
-        default=ast.get_source_segment(source, default) or "",
+        type=in_source(lines, field.annotation),
+        default=in_source(lines, default),
         text=on_one_line(text),
         in_fabric=cells["Fabric"],
         section=cells["Section"],
@@ -144,6 +149,14 @@ def option(
         more=cells["More"],
         of_both=of_both,
     )
+
+
+def in_source(lines: Sequence[bytes], node: ast.expr) -> str:
+    """As `ast.get_source_segment`, which divides the whole source into lines for every node."""
+    own = list(lines[node.lineno - 1 : node.end_lineno])
+    own[-1] = own[-1][: node.end_col_offset]
+    own[0] = own[0][node.col_offset :]
+    return b"".join(own).decode()
 
 
 def on_one_line(text: str) -> str:

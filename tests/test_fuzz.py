@@ -39,7 +39,7 @@ from tests.fuzzing.shrinking import shrunk, smaller
 from tests.fuzzing.workers import Outcome, Workers
 from tests.mends import MENDS, without
 
-CASES = 100 if os.environ.get("MFSDP_NIGHTLY") == "1" else 50  # tests/nightly.sh draws for many minutes, too
+CASES = 100 if os.environ.get("MFSDP_NIGHTLY") == "1" else 16  # tests/nightly.sh draws for many minutes, too
 GUARD_S = 200.0  # on a machine that is busy with other things, fewer cases are run
 
 

@@ -11,7 +11,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-STEPS, EPOCHS = 20, 2
+from tests.helpers.pairwise import NIGHTLY
+
+STEPS, EPOCHS = 20 if NIGHTLY else 8, 2
 DIM = 12
 
 State = dict[str, Tensor]

@@ -132,11 +132,9 @@ def test_the_plain_loop_learns_and_all_ranks_agree() -> None:
     assert first[-1] < first[0] - 1
 
 
+@pytest.mark.nightly
 def test_the_fabric_loop_learns_and_saves(tmp_path: Path) -> None:
-    """At night it starts its processes by itself."""
-    call = ("fabric_loop.py", "--steps", "8", "--output", "out")
-    is_night = os.environ.get("MFSDP_NIGHTLY") == "1"
-    printed = run_script(*call, folder=tmp_path) if is_night else run_on_two_ranks(call, folder=tmp_path)[0]
+    printed = run_script("fabric_loop.py", "--steps", "8", "--output", "out", folder=tmp_path)
     assert len(list((tmp_path / "out/last.ckpt").glob("*.distcp"))) == 2  # one for each process
     meta = torch.load(tmp_path / "out/last.ckpt/meta.pt")
     assert meta.pop("module_versions").keys() == {"model"}
@@ -186,6 +184,7 @@ def held_out_bits(model: torch.nn.Module) -> float:
     return float(torch.stack(losses).mean()) / math.log(2)
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # peft asks transformers for it
 def test_a_hugging_face_model_is_finetuned_whole_and_by_adapters_and_exported(tmp_path: Path) -> None:
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")

@@ -6,12 +6,16 @@ import importlib
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lightning_mfsdp import MFSDPStrategy
 from tests.figures import code, gpu_rows, trainer_calls, walked
+from tests.helpers.distributed import run_distributed
+from tests.helpers.programs import run_forked
 
 SMALL = {
     "__init__.py": '"""A package."""\n',
@@ -90,16 +94,18 @@ MOST = {"forward": {"python": 60, "c": 41}, "backward": {"python": 104, "c": 53}
 
 
 @pytest.fixture(scope="module")
-def counted() -> dict[str, Any]:
+def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What calls.py finds, in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("calls.py")), "--json"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    program = tmp_path_factory.mktemp("calls") / "count.py"
+    calls = Path(__file__).with_name("calls.py")
+    program.write_text(f"""
+import runpy
+import warnings
+
+warnings.simplefilter("ignore")
+runpy.run_path({str(calls)!r}, run_name="__main__")
+""")
+    found: dict[str, Any] = json.loads(run_forked(program, "--json").splitlines()[-1])
     return found
 
 
@@ -109,9 +115,13 @@ def test_a_unit_makes_few_calls(span: str, counted: dict[str, Any]) -> None:
     assert {key: found[key] for key in MOST[span] if found[key] > MOST[span][key]} == {}
 
 
+def trainer_calls_of_a_rank(rank: int, world: int) -> Counter[str]:
+    return trainer_calls.train(rank, MFSDPStrategy())
+
+
 def test_a_step_of_the_trainer_makes_few_calls_for_each_parameter_and_unit() -> None:
     """Of the package alone: what the model, PyTorch and the Trainer call is theirs."""
-    calls = trainer_calls.count("mfsdp")
+    calls, _ = run_distributed(trainer_calls_of_a_rank, 2)
     assert min(calls["torch.optim"], calls["model"], calls["lightning"], calls["engine/core/unit"]) > 100
     ours = {
         concern: number for concern, number in calls.items() if concern not in ("torch.optim", "model", "lightning")

@@ -119,6 +119,7 @@ def _serve(pipe: Connection) -> None:
             pipe.send((error, []))
             os._exit(1)  # the others, which wait in a collective, hear of it at once
         gc.collect()
+        gc.freeze()  # what is left has been imported: the collections of the next call need not look at it
         pipe.send(("", state.restore()))
 
 

@@ -10,6 +10,7 @@ from itertools import combinations, product
 from typing import Any
 
 SEED = 3
+NIGHTLY = os.environ.get("MFSDP_NIGHTLY") == "1"
 
 
 def pairwise(

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.lasting_ranks import forking
+from tests.helpers.pairwise import NIGHTLY
 
 TIMEOUT_S = 120
 # What tells a process that somebody launched it as a rank; a training in the process of the tests leaves it behind.
@@ -51,6 +52,28 @@ def run_forked(program: Path, *arguments: str, expected: tuple[str, ...] = (), t
         _kill(process.pid)
         process.join()
     return _judge(program, code, output.read_text() if output.exists() else "")
+
+
+# Before a program that imports the package as if nobody had; Lightning and PyTorch are there already.
+AS_IF_FIRST = """
+import sys
+import warnings
+
+warnings.simplefilter("ignore")
+for name in [name for name in sys.modules if name.split(".")[0] == "lightning_mfsdp"]:
+    del sys.modules[name]
+"""
+
+
+def run_as_if_first(folder: Path, code: str) -> str:
+    """What a program writes that imports the package for the first time; at night by `python`, for which everything is the first time.
+
+    Raises:
+        ProgramError: It fails, or takes longer.
+    """
+    program = folder / "first_import.py"
+    program.write_text(AS_IF_FIRST + code)
+    return run_plain(program) if NIGHTLY else run_forked(program)
 
 
 def run_plain(program: Path, *arguments: str, timeout_s: float = TIMEOUT_S, gpus: bool = False) -> str:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.helpers.programs import run_forked
+
 SKIPPED = """
 import pytest
 
@@ -31,15 +29,27 @@ def test_inside(reason):
 """
 
 
-def run(folder: Path, required: str | None) -> subprocess.CompletedProcess[str]:
-    file = folder / "test_skipped.py"
-    file.write_text(SKIPPED)
-    environment = {key: value for key, value in os.environ.items() if key != "REQUIRE"}
-    environment |= {"PYTHONPATH": str(ROOT)} | ({} if required is None else {"REQUIRE": required})
-    command = [sys.executable, "-m", "pytest", str(file), "-q", "-p", "tests.conftest", "-p", "no:cacheprovider", "-ra"]
-    return subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=120, env=environment, cwd=folder
-    )
+PROGRAM = """
+import os
+import sys
+
+import pytest
+
+for name in ("REQUIRE", "PYTEST_XDIST_WORKER"):
+    os.environ.pop(name, None)
+os.environ.update({required})
+options = ["-q", "-p", "tests.conftest", "-p", "no:cacheprovider", "-ra", "--rootdir=.", "-W", "default"]
+print(int(pytest.main(["test_skipped.py", *options])))
+"""
+
+
+def run(folder: Path, required: str | None) -> tuple[int, str]:
+    """Exit code and output of pytest, in a process of its own."""
+    (folder / "test_skipped.py").write_text(SKIPPED)
+    program = folder / "run_pytest.py"
+    program.write_text(PROGRAM.format(required={} if required is None else {"REQUIRE": required}))
+    *lines, code = run_forked(program).splitlines()
+    return int(code), "\n".join(lines)
 
 
 @pytest.mark.parametrize(
@@ -52,19 +62,19 @@ def run(folder: Path, required: str | None) -> subprocess.CompletedProcess[str]:
 def test_a_skip_for_want_of_gpus_fails_where_they_are_required(
     tmp_path: Path, required: str | None, failed: int, skipped: int
 ) -> None:
-    done = run(tmp_path, required)
+    code, printed = run(tmp_path, required)
     # What a mark skips is an error of the test's setup.
     counts = [f"{failed // 2} failed", f"{skipped} skipped", f"{failed // 2} error"]
     shown = [count for count in counts if not count.startswith("0 ")]
-    assert all(count in done.stdout.splitlines()[-1] for count in shown), done.stdout
-    assert done.returncode == bool(failed)
+    assert all(count in printed.splitlines()[-1] for count in shown), printed
+    assert code == bool(failed)
     if required == "gpus2":
-        assert "REQUIRE=gpus2, but this test was skipped. Skipped: needs 2 CUDA device(s), found 1" in done.stdout
-        assert "REQUIRE=gpus2, but this test was skipped. Skipped: needs 4" not in done.stdout
-        assert "needs peft" in done.stdout
+        assert "REQUIRE=gpus2, but this test was skipped. Skipped: needs 2 CUDA device(s), found 1" in printed
+        assert "REQUIRE=gpus2, but this test was skipped. Skipped: needs 4" not in printed
+        assert "needs peft" in printed
 
 
 def test_an_unknown_requirement_is_refused(tmp_path: Path) -> None:
-    done = run(tmp_path, "gpus3")
-    assert done.returncode != 0
-    assert "REQUIRE=gpus3: expected one of gpu, gpus2, gpus4" in done.stdout + done.stderr
+    code, printed = run(tmp_path, "gpus3")
+    assert code != 0
+    assert "REQUIRE=gpus3: expected one of gpu, gpus2, gpus4" in printed

@@ -16,6 +16,7 @@ from lightning_mfsdp.moe.saving import LendingSaver, PagedRows, lent, save_to_le
 from lightning_mfsdp.moe.stash import RowStash, StashConfig, reference
 from lightning_mfsdp.moe.stash.pages import PoolSize, Tier
 from lightning_mfsdp.moe.stash.stash import LayerSaver
+from tests.helpers.pairwise import pairwise
 from tests.moe.page_cases import in_pages
 from tests.moe.test_stash import assert_equal, finish, pages_in_use
 
@@ -127,10 +128,16 @@ def in_pages_count(notes) -> int:
     return sum(kinds == [PagedRows] for kinds in notes.lent)
 
 
-@pytest.mark.parametrize("few", [False, True], ids=["projection", "input too"])
-@pytest.mark.parametrize("overflow", ["keep", "skip", "rerun"])
 @pytest.mark.parametrize(
-    ("activation", "dtype"), [("swiglu", torch.float32), ("gelu", torch.bfloat16), ("swiglu", torch.float64)]
+    ("few", "overflow", "activation", "dtype"),
+    [
+        (few, overflow, *computed)
+        for few, overflow, computed in pairwise(
+            (False, True),
+            ("keep", "skip", "rerun"),
+            (("swiglu", torch.float32), ("gelu", torch.bfloat16), ("swiglu", torch.float64)),
+        )
+    ],
 )
 def test_gradients_equal_those_of_ordinary_saves_whatever_the_order(few, overflow, activation, dtype):
     model, plain = (Layers(few=few, activation=activation, dtype=dtype) for _ in range(2))

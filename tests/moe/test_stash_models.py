@@ -15,6 +15,7 @@ from lightning_mfsdp import fully_shard
 from lightning_mfsdp.callbacks import PagedStash
 from lightning_mfsdp.moe import OrdinarySaver, enable_grouped_experts, expert_parallel
 from tests.helpers.distributed import run_distributed
+from tests.helpers.pairwise import NIGHTLY
 from tests.lightning.models import FOREIGN_WARNINGS, full_state, make_trainer, strict_warnings
 from tests.moe.models import batch, build, loss_of, meshes
 from tests.moe.test_huggingface import built, transformers
@@ -22,6 +23,7 @@ from tests.moe.test_huggingface import built, transformers
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in FOREIGN_WARNINGS]
 
 STEPS, ACCUMULATED = 4, 2
+CROWDED_CASE = "{'capacity_factor': 1.5}"
 CROWDED = 2  # the step in which all tokens of all ranks go to the same two experts of each layer
 
 
@@ -97,8 +99,8 @@ def outcomes(rank: int, world: int) -> list[Any]:
     strict_warnings()
     wrong, counts, told = [], [], []
     for options, reference, modes in (
-        ({"capacity_factor": 1.5}, {}, ("keep", "skip", "rerun")),
-        ({"capacity_factor": 1.5, "over_capacity": "drop"}, None, ("keep",)),
+        ({"capacity_factor": 1.5}, {}, ("keep", "skip", "rerun") if NIGHTLY else ("keep", "rerun")),
+        *([({"capacity_factor": 1.5, "over_capacity": "drop"}, None, ("keep",))] if NIGHTLY else []),
         ({"dispatcher": "all_to_all"}, None, ("keep",)),
     ):
         plain = fit(rank, world, None, **(options if reference is None else reference))
@@ -151,23 +153,28 @@ def test_divided_experts_and_a_hugging_face_model_train_to_the_bit_as_without_a_
     for wrong, counts, _ in ranks:
         assert not wrong
         # Two layers of two models in two microbatches, without the last layer.
-        assert [saves for *_, saves, _ in counts][:3] == [6] * 3
+        assert {saves for case, *_, saves, _ in counts if CROWDED_CASE in case} == {6}
         # A rank that got no row at all saves nothing; the layer before is the last then, which nobody foresaw.
-        assert counts[4][-2] >= 6
-        assert [overflowed for *_, overflowed in counts][:3] == [0] * 3, "the last step has pages enough"
+        assert counts[-1][-2] >= 6
+        assert {overflowed for case, *_, overflowed in counts if CROWDED_CASE in case} == {0}, (
+            "the last step has pages enough"
+        )
     # Two experts are on one rank, whose buffers have room for 1.5 times the average and not for all. Only who asks for it loses rows.
-    (keep, skip, rerun, dropped, _), others = (told for *_, told in ranks)
-    assert [
-        lines for lines in (keep, others[1], others[2], dropped) if any("left some" in line for line in lines)
-    ] == []
-    assert any("capacity_factor=2.00 would have been enough" in line for line in others[0])
-    for lines in (skip, rerun):
+    told, others = ({case: lines for (case, *_), lines in zip(counts, told, strict=True)} for _, counts, told in ranks)
+    (keep,) = (case for case in told if case.startswith("keep") and case.endswith(CROWDED_CASE))
+    acting = [case for case in told if not case.startswith("keep")]
+    lost = [case for case in told if "drop" in case]
+    silent = [told[keep], *(others[case] for case in acting), *(told[case] for case in lost)]
+    assert [lines for lines in silent if any("left some" in line for line in lines)] == []
+    assert any("capacity_factor=2.00 would have been enough" in line for line in others[keep])
+    for lines in (told[case] for case in acting):
         (line,) = lines
         assert "experts had more rows than their buffers hold" in line
         assert "capacity_factor=2.00 would have been enough" in line
-    (lost,) = (line for line in others[3] if "left some" in line)
-    assert "rank 1: mixture.blocks.0.experts (and 1 more) had more rows than its buffer holds" in lost
-    assert "capacity_factor=2.00 would have been enough so far" in lost
+    for case in lost:
+        (line,) = (line for line in others[case] if "left some" in line)
+        assert "rank 1: mixture.blocks.0.experts (and 1 more) had more rows than its buffer holds" in line
+        assert "capacity_factor=2.00 would have been enough so far" in line
     acted = [[(case, skipped, reruns) for case, skipped, reruns, *_ in counts] for _, counts, _ in ranks]
     assert acted[0] == acted[1]
     assert acted[0] == [(case, int(case.startswith("skip")), int(case.startswith("rerun"))) for case, *_ in acted[0]], (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mfsdp import MFSDPStrategy
 from tests.helpers.distributed import run_distributed
+from tests.helpers.pairwise import pairwise
 from tests.lightning.models import FOREIGN_WARNINGS, full_state, make_trainer, seeded, strict_warnings
 from tests.lightning.test_checkpoint import local_state
 from tests.mtp.models import VOCAB, Model
@@ -53,14 +53,13 @@ def trainer_for(world: int, sharding: str, units: Any, kind: str, steps: int = S
 def save(rank: int, world: int, folder: str) -> dict[str, Any]:
     strict_warnings()
     found = {}
-    for sharding, (name, units) in product(STRATEGIES, UNITS.items()):
-        for kind in ("sharded", "full"):
-            model = seeded(Net)
-            trainer = trainer_for(world, sharding, units, kind)
-            trainer.fit(model, data(rank, STEPS))
-            path = f"{folder}/{sharding} {name} {kind}"
-            trainer.save_checkpoint(path)
-            found[path] = full_state(model), local_state(trainer, model)["optimizer"]
+    for sharding, name, kind in pairwise(STRATEGIES, UNITS, ("sharded", "full"), together=1):
+        model = seeded(Net)
+        trainer = trainer_for(world, sharding, UNITS[name], kind)
+        trainer.fit(model, data(rank, STEPS))
+        path = f"{folder}/{sharding} {name} {kind}"
+        trainer.save_checkpoint(path)
+        found[path] = full_state(model), local_state(trainer, model)["optimizer"]
     return found
 
 

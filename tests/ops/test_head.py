@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +12,7 @@ from lightning_mfsdp.ops import LinearLossHead, linear_logprobs
 from tests.engine.internals import context_of
 from tests.engine.test_collective_counts import Dispatched
 from tests.engine.worlds import by_world, check
+from tests.helpers.pairwise import pairwise
 from tests.ops.reference import IGNORED, eager_logprobs
 
 VOCAB, DIM = 19, 6
@@ -81,7 +80,7 @@ def build(tied: bool, output: str) -> Model:
 
 
 def heads_are_gathered_once_in_forward_and_once_in_backward(rank, world):
-    for tied, output, storage in product((False, True), ("loss", "logprobs_and_entropy"), ("pooled", "dynamic")):
+    for tied, output, storage in pairwise((False, True), ("loss", "logprobs_and_entropy"), ("pooled", "dynamic")):
         model = build(tied, output)
         for unit in (*model.units(), model):
             fully_shard(unit, storage=storage)

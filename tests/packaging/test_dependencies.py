@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning_mfsdp
+from tests.helpers.programs import run_as_if_first
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -69,12 +69,13 @@ def test_the_extra_all_has_every_library_that_pip_installs_anywhere_but_ray():
     assert everything == f"lightning-mfsdp[{','.join(sorted(extras.keys() - {'all', 'ray', 'te', 'test'}))}]"
 
 
-def test_every_public_room_is_imported_without_optional_libraries():
+def test_every_public_room_is_imported_without_optional_libraries(tmp_path):
     missing = sorted(OPTIONAL.keys() | BY_NAME.keys() | {"peft", "jsonargparse"})
     # Lightning first: it imports some of them where they are installed.
     program = (
-        f"import sys, lightning.pytorch; sys.modules.update(dict.fromkeys({missing})); import lightning_mfsdp, lightning_mfsdp.commands\n"
+        "import lightning.pytorch\n"
+        f"sys.modules.update(dict.fromkeys({missing}))\n"
+        "import lightning_mfsdp, lightning_mfsdp.commands\n"
         "print(sum(getattr(lightning_mfsdp, name) is not None for name in dir(lightning_mfsdp)))"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert result.stdout.strip() == str(len(dir(lightning_mfsdp))), result.stderr
+    assert run_as_if_first(tmp_path, program).split()[-1] == str(len(dir(lightning_mfsdp)))

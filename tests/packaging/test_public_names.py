@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import lightning_mfsdp
+from tests.helpers.programs import run_as_if_first
 
 PACKAGE = Path(lightning_mfsdp.__file__).parent
 ROOMS = {
@@ -30,8 +29,18 @@ ROOMS = {
 LAZY = {"callbacks", "fabric", "moe", "mtp", "ops", "optim", "ray"}
 
 
-def in_a_fresh_interpreter(program: str) -> str:
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """By a process that imports the package for the first time: rooms that are loaded then, and a name of a room that is not."""
+    program = (
+        "import lightning_mfsdp\n"
+        "print(*{name.split('.')[1] for name in sys.modules if name.startswith('lightning_mfsdp.')})\n"
+        f"for room in {sorted(LAZY)}:\n"
+        "    assert getattr(lightning_mfsdp, room) is sys.modules[f'lightning_mfsdp.{room}']\n"
+        "    assert room in vars(lightning_mfsdp)\n"
+        "print(lightning_mfsdp.moe.TopKRouter.__name__)"
+    )
+    return run_as_if_first(tmp_path_factory.mktemp("names"), program).splitlines()[-2:]
 
 
 def test_dir_shows_public_names_alone():
@@ -40,23 +49,14 @@ def test_dir_shows_public_names_alone():
         assert getattr(lightning_mfsdp, name) is not None
 
 
-def test_importing_the_package_loads_no_room_that_it_does_not_need():
-    loaded = in_a_fresh_interpreter(
-        "import sys, lightning_mfsdp; print(*{name.split('.')[1] for name in sys.modules if name.startswith('lightning_mfsdp.')})"
-    ).split()
+def test_importing_the_package_loads_no_room_that_it_does_not_need(printed):
+    loaded = printed[0].split()
     assert set(loaded) >= ROOMS - LAZY
     assert LAZY & set(loaded) == set()
 
 
-def test_a_room_is_an_attribute_at_its_first_use():
-    program = (
-        "import sys, lightning_mfsdp\n"
-        f"for room in {sorted(LAZY)}:\n"
-        "    assert getattr(lightning_mfsdp, room) is sys.modules[f'lightning_mfsdp.{room}']\n"
-        "    assert room in vars(lightning_mfsdp)\n"
-        "print(lightning_mfsdp.moe.TopKRouter.__name__)"
-    )
-    assert in_a_fresh_interpreter(program) == "TopKRouter"
+def test_a_room_is_an_attribute_at_its_first_use(printed):
+    assert printed[1:] == ["TopKRouter"]
 
 
 def test_names_that_do_not_exist_raise_as_everywhere():

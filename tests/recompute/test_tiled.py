@@ -23,9 +23,9 @@ from lightning_mfsdp.engine import MixedPrecisionPolicy, sharded_parameters
 from lightning_mfsdp.moe import TopKRouter
 from lightning_mfsdp.options.compilation import compile_units
 from lightning_mfsdp.recompute import as_recompute, plan_recompute, recomputed, record_step, remove_recompute
-from tests.engine.worlds import by_world, check
+from tests.engine.worlds import at_night, by_world, check
 from tests.helpers.chain import DOUBLE, STRATEGIES, context
-from tests.helpers.pairwise import in_turn
+from tests.helpers.pairwise import NIGHTLY
 from tests.recompute.counting import CountedMemory, Counting
 from tests.recompute.models import equal
 
@@ -501,7 +501,8 @@ def every_strategy_and_method(rank: int, world: int) -> None:
         "direct": MixedPrecisionPolicy(**wide, direct_weight_gradients=True),
         "mixed": MixedPrecisionPolicy(**wide, compute_dtype=torch.bfloat16),
     }
-    for number, (sharding, policy) in enumerate(product(in_turn(world, STRATEGIES), policies)):
+    few = (("optim_grads_params", "double"), ("optim_grads", "direct"), ("optim_grads_params", "mixed"))
+    for number, (sharding, policy) in enumerate(product(STRATEGIES, policies) if NIGHTLY else few):
         unit = ("block", "mlp")[number % 2]
         options = {"sharding": sharding, "policy": policies[policy], "unit": unit}
         by_hand = train(sharded(None, pieces=TILES, **options), rank)
@@ -545,7 +546,8 @@ def compiled_units(rank: int, world: int) -> None:
 
 
 CASES = {
-    1: [every_strategy_and_method, compiled_units],
+    1: [compiled_units],
+    **at_night({1: [every_strategy_and_method, compiled_units]}),
     2: [every_strategy_and_method, a_unit_is_gathered_and_reduced_as_without_pieces, units_inside_are_refused],
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import cache
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_mfsdp import MFSDPStrategy, ShardingError
 from lightning_mfsdp.tensor_parallel import apply_plan, part_of
 from tests.helpers.distributed import run_distributed
+from tests.helpers.pairwise import NIGHTLY
 from tests.lightning.models import full_state, make_trainer, seeded, strict_warnings
 from tests.lightning.test_context import ROWS as TEXTS
 from tests.lightning.test_context import Texts
@@ -77,7 +77,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {
 
 
 # Beside a data axis the recipes that agree with more than a tensor group.
-BESIDE_DATA = tuple(CASES) if os.environ.get("MFSDP_NIGHTLY") == "1" else ("delayed", "FP8 weights")
+BESIDE_DATA = tuple(CASES) if NIGHTLY else ("delayed",)
 
 
 def cases_of(world: int) -> tuple[str, ...]:

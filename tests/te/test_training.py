@@ -28,6 +28,7 @@ from lightning_mfsdp.te import extra_state
 from lightning_mfsdp.trainer.cuda_graph import graphed_training_step
 from lightning_mfsdp.trainer.precision import translate_precision
 from tests.helpers.distributed import run_distributed
+from tests.helpers.pairwise import pairwise
 from tests.lightning.models import full_state, make_trainer, seeded, strict_warnings
 from tests.te import fake_engine
 
@@ -240,26 +241,31 @@ def resumed(
     return found | {"resumed": (full_state(again) | scales(again), expected)}
 
 
+RESUMED = pairwise(("sharded", "full"), (Net, Built), together=1)
+
+
 def resumed_in_every_way(rank: int, world: int, folder: str, found: dict[str, Any]) -> None:
     recipe = fake_engine.DelayedScaling(amax_history_len=4)
-    for kind in ("sharded", "full"):
-        for build in (Net, Built):
-            name, options = f"{kind} {build.__name__}", {"state_dict_type": kind}
-            found[name] = resumed(rank, world, name, build, recipe, folder, strategy_options=options)
+    for kind, build in RESUMED:
+        name, options = f"{kind} {build.__name__}", {"state_dict_type": kind}
+        found[name] = resumed(rank, world, name, build, recipe, folder, strategy_options=options)
+
+
+LOADED = pairwise(("sharded", "full"), (True, False), together=1)  # whether FP8 is first
 
 
 def other_precisions(rank: int, world: int, folder: str, found: dict[str, Any]) -> None:
     """A checkpoint of an FP8 run in a bfloat16 run of plain layers and the other way round, strictly."""
-    for kind in ("sharded", "full"):
-        for first, second in ((fp8("delayed"), "bf16-mixed"), ("bf16-mixed", fp8("delayed"))):
-            path = f"{folder}/{kind}-{type(first).__name__}"
-            model, other = seeded(Net), seeded(Net)
-            options = {"strategy_options": {"state_dict_type": kind}}
-            trainer = trainer_for(world, first, max_steps=2, **options)
-            trainer.fit(model, data(rank, world, 2))
-            trainer.save_checkpoint(path)
-            trainer_for(world, second, max_steps=2, **options).fit(other, data(rank, world, 2), ckpt_path=path)
-            found[f"{path} loaded"] = full_state(other), full_state(model)
+    for kind, is_first in LOADED:
+        first, second = (fp8("delayed"), "bf16-mixed") if is_first else ("bf16-mixed", fp8("delayed"))
+        path = f"{folder}/{kind}-{type(first).__name__}"
+        model, other = seeded(Net), seeded(Net)
+        options = {"strategy_options": {"state_dict_type": kind}}
+        trainer = trainer_for(world, first, max_steps=2, **options)
+        trainer.fit(model, data(rank, world, 2))
+        trainer.save_checkpoint(path)
+        trainer_for(world, second, max_steps=2, **options).fit(other, data(rank, world, 2), ckpt_path=path)
+        found[f"{path} loaded"] = full_state(other), full_state(model)
 
 
 def foreign_extra_state(rank: int, world: int, folder: str, found: dict[str, Any]) -> None:
@@ -411,8 +417,7 @@ def assert_equal_states(pair: tuple[dict[str, Tensor], dict[str, Tensor]]) -> No
         assert torch.equal(state[name].cpu(), value.cpu()), name
 
 
-@pytest.mark.parametrize("kind", ["sharded", "full"])
-@pytest.mark.parametrize("build", ["Net", "Built"])
+@pytest.mark.parametrize(("kind", "build"), [(kind, build.__name__) for kind, build in RESUMED])
 def test_a_resumed_run_ends_like_the_one_that_went_on_to_the_bit(ranks: Any, kind: str, build: str) -> None:
     for found in ranks:
         pairs = found[f"{kind} {build}"]
@@ -424,7 +429,7 @@ def test_a_resumed_run_ends_like_the_one_that_went_on_to_the_bit(ranks: Any, kin
 def test_checkpoints_go_into_runs_without_the_library_and_back(ranks: Any) -> None:
     for found in ranks:
         pairs = [pair for name, pair in found.items() if name.endswith(" loaded")]
-        assert len(pairs) == 4
+        assert len(pairs) == len(LOADED)
         for pair in pairs:
             assert_equal_states(pair)
 

@@ -70,7 +70,7 @@ def every_gradient(rank: int, world: int) -> None:
                 raise AssertionError(case) from error
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_gradients_of_adapters_are_those_of_one_process(world: int) -> None:
     run_distributed(every_gradient, world)
 
