@@ -124,7 +124,7 @@ class SharedBatches:
             return ValueError(
                 f"batch {number} of {loader} differs between ranks of one context or tensor group, which compute every batch together "
                 "and need the same. Use the strategy's distributed_sampler_kwargs for a sampler of your own, as for "
-                'Lightning\'s, the same seed on these ranks for random transforms, or shared_batches="broadcast"'
+                'Lightning\'s, the same seed on these ranks for random data and transforms, or shared_batches="broadcast"'
             )
 
         self._comparisons.compare(fingerprint(batch, self._device, contents=contents), self._group, error)

@@ -223,7 +223,9 @@ class StrategyOptions(DeclaredOptions):
         if said := precision.policy_beside_precision():
             rank_zero_info(said)
         trained = [view for view in sharded_parameters(module) if view.dtensor.requires_grad]
-        rank_zero_info(describe_units(units(module), sum(view.main.numel() for view in trained)))
+        device_mesh = mesh.device_mesh
+        axes = dict(zip(device_mesh.mesh_dim_names or (), device_mesh.shape, strict=False))
+        rank_zero_info(describe_units(units(module), sum(view.main.numel() for view in trained), axes))
 
     def _arguments(self, module: nn.Module, precision: ShardedPrecision) -> dict[str, Any]:
         """Of `fully_shard`, the same for all units."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import Literal, TypeAlias
 
@@ -109,7 +109,7 @@ def _in_equal_parts(run: Sequence[nn.Module], most: int) -> list[list[nn.Module]
     return [list(run[start:stop]) for start, stop in pairwise(bounds)]
 
 
-def describe_units(views: Sequence[UnitView], num_trained: int) -> str:
+def describe_units(views: Sequence[UnitView], num_trained: int, axes: Mapping[str, int]) -> str:
     """A table of units, equal ones in one line.
 
     Columns: name of the first, class, how many, and of each: parameters, MiB of weights that this rank keeps (main and compute weights),
@@ -119,6 +119,7 @@ def describe_units(views: Sequence[UnitView], num_trained: int) -> str:
     Args:
         views: The units of a root.
         num_trained: Elements of main weights that are trained, and so of each optimizer state, on this rank.
+        axes: Of the mesh, with their sizes; said if there is another one than the first.
     """
     shows_padding = any(_has_much_padding(view) for view in views)
     rows: list[tuple[str, ...]] = [("unit", "class", "count", "parameters", "sharded MiB", "unsharded MiB", "padding")]
@@ -142,6 +143,8 @@ def describe_units(views: Sequence[UnitView], num_trained: int) -> str:
         f"mfsdp: {len(views)} unit{'s' * (len(views) != 1)}, {total:,} parameters; this rank keeps {kept} of weights and {num_trained:,} "
         "elements of each optimizer state"
     )
+    if len(axes) > 1:
+        head += f"; ranks: {' x '.join(f'{name} {size}' for name, size in axes.items())}"
     return "\n".join([head, *table_lines([row if shows_padding else row[:-1] for row in rows], right=range(2, 7))])
 
 

@@ -33,6 +33,7 @@ from lightning_mfsdp._lightning_api import (
     is_param_in_hook_signature,
     to_uncompiled,
 )
+from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.context_parallel.huggingface import copied_configurations
 from lightning_mfsdp.context_parallel.model_inputs import complete_inputs
 from lightning_mfsdp.engine import (
@@ -363,6 +364,24 @@ class MFSDPStrategy(CheckpointingStrategy):
         """Tensors in the dtype of the precision; on meta if `empty_init`, to be materialized unit by unit in `setup`."""
         with torch.device("meta") if empty_init else nullcontext(), self.precision_plugin.tensor_init_context():
             yield
+
+    @contextmanager
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        """Around `configure_model`.
+
+        Raises:
+            ShardingError: It asks the mesh for an axis that there is not, as models do that shard themselves.
+        """
+        try:
+            yield
+        except KeyError as error:
+            if "mesh_dim_names" not in str(error):
+                raise
+            raise ShardingError(
+                f"configure_model asks for an axis of the mesh that this run does not have: {error.args[0]}. Leave out the lines that "
+                "shard the model, since the strategy does that itself; or name its axes data, outer, context and tensor, or pass "
+                "data_parallel_size and tensor_parallel_size, with which they have Lightning's names"
+            ) from error
 
     def setup(self, trainer: Trainer) -> None:
         """Shard the model unless it is, move the rest to the device, and create optimizers for fitting."""

@@ -32,7 +32,7 @@ from lightning_mfsdp.engine import (
     unshard,
 )
 from lightning_mfsdp.engine.core import host_memory
-from lightning_mfsdp.engine.features.offload import staging
+from lightning_mfsdp.engine.features.offload import offloaded_state, staging
 from lightning_mfsdp.engine.features.offload.offloaded_state import state_of
 from lightning_mfsdp.optim import Muon
 from tests.engine.cases import device_type
@@ -532,6 +532,16 @@ def the_compute_shard_is_its_own_memory(rank, world):
 # -- state from elsewhere ----------------------------------------------------------------------------------------------
 
 
+def host_memory_of_state_is_allocated_once(rank, world):
+    model = decoder("optimizer")
+    optimizer = fully_shard_optimizer(OPTIMIZERS["adamw"](model.parameters()))
+    with small_chunks(), mock.patch.object(offloaded_state, "HostMemory", wraps=offloaded_state.HostMemory) as allocate:
+        train_decoder(model, optimizer, rank, steps=1)
+        first = allocate.call_count
+        train_decoder(model, optimizer, rank, steps=3)
+    assert allocate.call_count == first > 0
+
+
 def state_that_is_loaded_goes_to_host_memory(rank, world):
     plain = sharded_chain()
     expected = fully_shard_optimizer(torch.optim.AdamW(plain.parameters(), lr=1e-2))
@@ -626,6 +636,7 @@ WORLDS = {
         little_is_on_the_device_at_a_time,
         the_compute_shard_is_its_own_memory,
         state_that_is_loaded_goes_to_host_memory,
+        host_memory_of_state_is_allocated_once,
     ],
     **at_night({3: [it_trains_to_the_bit_as_without]}),
     4: [it_trains_to_the_bit_as_without],

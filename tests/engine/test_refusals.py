@@ -218,6 +218,28 @@ def passes_without_backward_leave_no_record(rank: int, world: int) -> None:
     assert [slot.address for slot in pool._fixed] == fixed
 
 
+def an_optimizer_from_before_sharding_is_refused_at_its_first_use(rank: int, world: int) -> None:
+    """It would step objects that the module has no longer, and train nothing without a word."""
+    for strategy in STRATEGIES:
+        for use in ("step", "zero_grad"):
+            model = plain_chain()
+            optimizer = torch.optim.AdamW(model.parameters())
+            fully_shard(model, sharding=strategy)
+            if use == "step":
+                loss_of(model, inputs(0)).backward()
+            with pytest.raises(EngineStateError, match=r"layers\.0\.weight .*Make the optimizer after fully_shard"):
+                getattr(optimizer, use)()
+    model = plain_chain()
+    optimizer = torch.optim.AdamW(model.parameters())
+    fully_shard(model)
+    optimizer = fully_shard_optimizer(optimizer)
+    optimizer.zero_grad()
+    before = model.layers[0].weight.full_tensor()
+    loss_of(model, inputs(0)).backward()
+    optimizer.step()
+    assert not torch.equal(model.layers[0].weight.full_tensor(), before)
+
+
 CASES = tuple(
     value for name, value in list(globals().items()) if getattr(value, "__code__", None) and name[0].islower()
 )

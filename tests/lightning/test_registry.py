@@ -199,18 +199,22 @@ class ShardedByTorch(BoringModel):
         fully_shard(self.layer, mesh=self.device_mesh["data_parallel"])  # type: ignore[index]
 
 
-def shard_by_torch(rank: int, world_size: int) -> str:
+def shard_by_torch(rank: int, world_size: int) -> list[str]:
     strict_warnings()
-    trainer = make_trainer(".", world_size, strategy=MFSDPStrategy(data_parallel_size="auto"))
-    with pytest.raises(ShardingError) as info:
-        trainer.fit(ShardedByTorch())
-    return str(info.value)
+    messages = []
+    for strategy in (MFSDPStrategy(data_parallel_size="auto"), MFSDPStrategy()):
+        with pytest.raises(ShardingError) as info:
+            make_trainer(".", world_size, strategy=strategy).fit(ShardedByTorch())
+        messages.append(str(info.value))
+    return messages
 
 
 def test_a_module_that_configure_model_gave_to_torch_is_refused_with_the_line_to_leave_out() -> None:
-    for message in run_distributed(shard_by_torch, 2):
-        assert "layer of ShardedByTorch was given to torch.distributed.fsdp.fully_shard" in message
-        assert "Leave out the lines that call it, in configure_model for example" in message
+    for given, axes in run_distributed(shard_by_torch, 2):
+        assert "layer of ShardedByTorch was given to torch.distributed.fsdp.fully_shard" in given
+        assert "Leave out the lines that call it, in configure_model for example" in given
+        assert "'data_parallel'" in axes
+        assert "Leave out the lines that shard the model" in axes
 
 
 def test_a_policy_is_given_once() -> None:

@@ -209,7 +209,7 @@ def view_of(name: str, kind: str, size: int, *, padding: float = 0.013, is_whole
 
 def test_the_table_joins_equal_units_and_says_what_a_rank_keeps() -> None:
     views = [view_of("", "GPT", 50), view_of("blocks.0", "Block", 10**6), view_of("blocks.1", "Block", 10**6)]
-    assert describe_units(views, 1025).splitlines() == [
+    assert describe_units(views, 1025, {"data": 2}).splitlines() == [
         "mfsdp: 3 units, 2,000,050 parameters; this rank keeps 5.7 MiB of weights and 1,025 elements of each optimizer state",
         "unit      class  count  parameters  sharded MiB  unsharded MiB",
         "(root)    GPT        1          50         <0.1           <0.1",
@@ -219,13 +219,15 @@ def test_the_table_joins_equal_units_and_says_what_a_rank_keeps() -> None:
 
 def test_the_table_shows_padding_only_of_units_that_have_much() -> None:
     views = [view_of("", "GPT", 50, padding=0.9), view_of("head", "Linear", 10**7, padding=0.06, is_whole=True)]
-    assert describe_units(views, 25).splitlines() == [
+    assert describe_units(views, 25, {"data": 2}).splitlines() == [
         "mfsdp: 2 units, 10,000,050 parameters; this rank keeps 28.6 MiB of weights and 25 elements of each optimizer state",
         "unit    class   count  parameters  sharded MiB  unsharded MiB  padding",
         "(root)  GPT         1          50         <0.1           <0.1",
         "head    Linear      1  10,000,000         28.6              -     6.0%",
     ]
-    assert describe_units(views[:1], 25).startswith("mfsdp: 1 unit, 50 parameters;")
+    said = describe_units(views[:1], 25, {"data": 1, "context": 2}).splitlines()[0]
+    assert said.startswith("mfsdp: 1 unit, 50 parameters;")
+    assert said.endswith("; ranks: data 1 x context 2")
 
 
 @pytest.mark.filterwarnings(*(f"ignore:{message}" for message in FOREIGN_WARNINGS))

@@ -43,8 +43,8 @@ def report_sizes(stash: RowStash, recorded: StashStatistics | None) -> None:
     )
     if saved < _WORTH * recorded.ordinary_bytes:
         rank_zero_warn(
-            f"PagedStash does not pay here: {costs}. It pays where buffers are larger than what lives in them (expert parallelism with a "
-            "static capacity) or with host_factor; else leave it out"
+            f"PagedStash does not pay here: {costs}. It pays where buffers are larger than what lives in them (experts divided over ranks "
+            'with expert_dispatcher="all_gather", which have a static capacity) or with host_factor; else leave it out'
         )
     else:
         rank_zero_info(f"PagedStash saves {readable_bytes(saved)}: {costs}")

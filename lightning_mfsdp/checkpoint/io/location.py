@@ -25,7 +25,7 @@ from typing import IO, Any
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 
-from lightning_mfsdp.checkpoint.io.ranks import Ranks, reason_of
+from lightning_mfsdp.checkpoint.io.ranks import FailedRanksError, Ranks, reason_of, root_of
 from lightning_mfsdp.checkpoint.io.read import Reader, file_problems, sizes_needed
 from lightning_mfsdp.checkpoint.io.shared_folder import (
     NotSharedError,
@@ -203,7 +203,7 @@ class Location(ABC):
             ranks.first(f"cleaning up after a failed save of {self}", self.abandon)
             raise RuntimeError(
                 f"saving {self} failed, and an earlier checkpoint there is unchanged: {reason_of(error)}. "
-                "Make room on the disk, or correct what the error names, and save again"
+                f"{_way_out(error)}, and save again"
             ) from error
         ranks.first(f"putting {self} in place", finish)
         warn_if_late(self, place.views, ranks)
@@ -321,3 +321,11 @@ def beside(name: str, kind: str) -> str:
     """
     readable = re.sub("[^0-9A-Za-z]+", "-", name)[:80].strip("-")
     return f".mfsdp-{kind}-{readable}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+
+
+def _way_out(error: Exception) -> str:
+    """What to do after a save that failed."""
+    kinds = {kind for kind, _ in error.failures.values()} if isinstance(error, FailedRanksError) else set()
+    if FileNotFoundError.__name__ in kinds or isinstance(root_of(error), FileNotFoundError):
+        return "If another run saves into this folder, give each run one of its own; else correct what the error names"
+    return "Make room on the disk, or correct what the error names"

@@ -6,6 +6,7 @@ import importlib
 import json
 import logging
 import sys
+import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -132,8 +133,8 @@ def _run(arguments: Namespace) -> int:
     _refuse_unused(arguments)
     case = _case_of(arguments)
     with _quiet():
-        estimate = case.estimate()
-        other = None if arguments.quick else _estimate_or_none(_other_recompute(case))
+        estimate = _measured(case, "as asked")
+        other = None if arguments.quick else _estimate_or_none(_other_recompute(case), "for comparison")
         tried = list(_search(case, estimate, other)) if not (arguments.quick or case.fits(estimate)) else []
     if arguments.json:
         sys.stdout.write(f"{json.dumps(_facts(case, estimate, other, tried), indent=2)}\n")
@@ -247,11 +248,22 @@ def _other_recompute(case: _Case) -> _Case:
     return case.with_options(recompute={} if case.run.options.recompute is None else None)
 
 
-def _estimate_or_none(case: _Case) -> MemoryEstimate | None:
+def _measured(case: _Case, what: str) -> MemoryEstimate:
+    """The estimate of a case; says on the way, since that of a large model takes a minute or more, what it is and came to."""
+    began = time.monotonic()
+    sys.stderr.write(f"two steps without memory, {what} ... ")
+    sys.stderr.flush()
+    estimate = case.estimate()
+    sys.stderr.write(f"{case.total_gib(estimate):.1f} GiB, computed in {time.monotonic() - began:.0f} s\n")
+    return estimate
+
+
+def _estimate_or_none(case: _Case, what: str) -> MemoryEstimate | None:
     """`None`: this model cannot be trained so."""
     try:
-        return case.estimate()
+        return _measured(case, what)
     except (ValueError, RuntimeError):
+        sys.stderr.write("not possible\n")
         return None
 
 
@@ -267,7 +279,7 @@ def _search(case: _Case, asked: MemoryEstimate, other: MemoryEstimate | None) ->
     best, flags, lowest = case, list[str](), case.total_gib(asked)
     for flag, change in _candidates(case):
         changed = change(best)
-        estimate = other if flag == "--recompute" else _estimate_or_none(changed)
+        estimate = other if flag == "--recompute" else _estimate_or_none(changed, " ".join([*flags, flag]))
         if estimate is None or (gib := changed.total_gib(estimate)) >= lowest:
             continue
         best, lowest = changed, gib
