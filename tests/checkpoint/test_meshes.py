@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from tests.checkpoint.meshes import LAYOUTS, Sharded, filled_in_one_process, pat
 from tests.engine.internals import Piece
 from tests.engine.test_piece import cut_rows, divided
 from tests.helpers.distributed import run_distributed
-from tests.helpers.pairwise import in_turn
+from tests.helpers.nights import NIGHT
 
 FORMS = ("sharded", "full", "safetensors")
 
@@ -60,11 +59,11 @@ def read(rank: int, world: int, folder: str) -> tuple[Problems, Weights]:
 
 
 def sources_of(name: str) -> list[str]:
-    """Meshes that a mesh reads directories of: one rank, itself and two others, which differ for each; at night all."""
+    """Meshes that a mesh reads directories of: one rank, and another one, which differs for each; at night all."""
     names = list(LAYOUTS)
-    if os.environ.get("MFSDP_NIGHTLY") == "1":
+    if NIGHT:
         return names
-    places = {0, *((names.index(name) + distance) % len(names) for distance in (0, 1, 4))}
+    places = {0, (names.index(name) + 1) % len(names)}
     return [name for place, name in enumerate(names) if place in places]
 
 
@@ -76,9 +75,10 @@ def read_into(models: dict[str, Sharded], folder: Path) -> tuple[Problems, Weigh
         assert set(sharded.problems()) >= {label for label, memory, _ in sharded.tensors() if memory.numel()}
         for form in FORMS:
             # Those of other forms are equal (below).
-            for source in sources_of(name) if form == "sharded" else in_turn(number, list(LAYOUTS)):
+            of_others = list(LAYOUTS) if NIGHT else [list(LAYOUTS)[number - 1]]
+            for source in sources_of(name) if form == "sharded" else of_others:
                 problems[f"{form} of {source} -> {name}"] = sharded.read(folder / source / form)
-        sharded.read(folder / "data 4" / "sharded")
+        sharded.read(folder / "one rank" / "sharded")
         weights[name] = sharded.next_step()
     return problems, weights
 
