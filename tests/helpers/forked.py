@@ -68,9 +68,7 @@ def run(command: Sequence[str], env: Mapping[str, str], output: Path, cwd: Path,
     return code, output.read_text()
 
 
-def _main(
-    command: list[str], env: dict[str, str], output: Path, cwd: Path, first: Callable[[], None] | None
-) -> None:
+def _main(command: list[str], env: dict[str, str], output: Path, cwd: Path, first: Callable[[], None] | None) -> None:
     with output.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

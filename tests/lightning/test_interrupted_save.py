@@ -28,7 +28,9 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_save_killed_at_any_file_operation_leaves_a_checkpoint_that_loads(way: list[str], tmp_path: Path) -> None:
     script = ROOT / "tests/lightning/interrupted_saves.py"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    code, output = run([str(script), str(tmp_path / "saves"), *way], environment, tmp_path / "output", ROOT, timeout=300)
+    code, output = run(
+        [str(script), str(tmp_path / "saves"), *way], environment, tmp_path / "output", ROOT, timeout=300
+    )
     assert code == 0, output[-2000:]
     lines = output.splitlines()
     found = [re.search(r"loaded (.*)$", line) for line in lines]

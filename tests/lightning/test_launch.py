@@ -40,7 +40,9 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def launch(command: list[str], timeout_s: int = 100, **variables: str) -> str:
-    done = subprocess.run(command, env=environment(**variables), capture_output=True, text=True, timeout=timeout_s, cwd=ROOT)
+    done = subprocess.run(
+        command, env=environment(**variables), capture_output=True, text=True, timeout=timeout_s, cwd=ROOT
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
