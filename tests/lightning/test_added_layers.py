@@ -156,9 +156,6 @@ def two_fits(
 
 
 SHARDINGS = ("optim_grads_params", "optim_grads", "no_shard")
-TURNS = {
-    world: itertools.cycle(SHARDINGS) for world in (1, 2)
-}  # of cases, which run one after the other in each process
 
 
 def _trains_as_one_process(

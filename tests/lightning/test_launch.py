@@ -18,7 +18,7 @@ from tests.helpers.forked import Forked
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("train_script.py")
 
-BY_LIGHTNING = [sys.executable, str(SCRIPT)]
+BY_LIGHTNING = [str(SCRIPT)]
 BY_TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(SCRIPT)]
 
 # What launchers set and one test must not inherit.
@@ -100,7 +100,10 @@ def results_of(folder: Path) -> list[dict[str, Any]]:
     ids=["lightning", "torchrun"],
 )
 def test_a_script_trains_on_two_processes(command: list[str], tmp_path: Path) -> None:
-    output = launch([*command, str(tmp_path)])
+    if command == BY_LIGHTNING:  # which starts the second process
+        (output,) = launch_together([*command, str(tmp_path)], [{}], tmp_path, timeout_s=100)
+    else:
+        output = launch([*command, str(tmp_path)])
     results_of(tmp_path)
     # the table of units and the progress bar, from one rank
     assert output.count("mfsdp: ") == 1
