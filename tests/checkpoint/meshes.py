@@ -82,6 +82,8 @@ _EVERY = {
 # On a push those that no other one is a part of; axes of data alone are in tests/lightning/test_resharding.py.
 ON_A_PUSH = ("one rank", "context 2 x tensor 2", "outer 2 x tensor 2", "data 2 x tensor 2, experts 2")
 LAYOUTS = _EVERY if NIGHT else {name: _EVERY[name] for name in ON_A_PUSH}
+# Those that also write whole tensors, which ranks gather one by one.
+WHOLE = tuple(LAYOUTS) if NIGHT else ("one rank", "data 2 x tensor 2, experts 2")
 
 
 class Experts(nn.Module):
@@ -254,8 +256,8 @@ class Sharded:
 
     # -- writing and reading -------------------------------------------------------------------------------------------
 
-    def write(self, folder: Path) -> None:
-        """All three forms."""
+    def write(self, folder: Path, *, whole: bool) -> None:
+        """All three forms, or that of directories alone."""
         index, ranks = ParameterIndex(self.model), Ranks()
         keep = ranks.rank == 0
         rest = {"global_step": STEPS}
@@ -270,6 +272,8 @@ class Sharded:
             ranks,
         )
         lightning_io.save(locate(folder / "sharded"), sharded, ranks=ranks)
+        if not whole:
+            return
         full = {
             **rest,
             "state_dict": full_model_state(self.model.state_dict(), keep=keep),

@@ -268,7 +268,9 @@ def throughput(side: Side) -> dict[str, Any]:
 
 
 def command_line(side: Side) -> dict[str, Any]:
-    """LightningCLI with a saved configuration, which starts the same run again."""
+    """LightningCLI with a saved configuration, which starts the same run again; under DDP at night."""
+    if side.name == "ddp" and not NIGHT:
+        return {}
     trainer = {
         "accelerator": "cpu",
         "devices": 2,
@@ -358,7 +360,8 @@ def test_throughput_is_compared_with_the_peak_of_the_dtype_that_computes(two_ran
 
 
 def test_lightning_cli_saves_a_configuration_that_repeats_the_run(two_ranks: Any) -> None:
-    assert_ranks_alike(two_ranks, command_line)
+    if NIGHT:
+        assert_ranks_alike(two_ranks, command_line)
     found = two_ranks[0]["command_line"]["mfsdp"]
     assert found["lr"] == (0.02, 0.02)
     assert len(found["configs"]) == 2

@@ -141,11 +141,11 @@ def learning_rate_finder(side: Side) -> dict[str, Any]:
     """As a tuner, and as a callback; then training goes on with the rate that was found, from the first weights."""
     model = tuned(side)
     trainer = side.trainer(max_steps=4)
-    finder = Tuner(trainer).lr_find(model, num_training=12, min_lr=1e-4, max_lr=0.5)
+    finder = Tuner(trainer).lr_find(model, num_training=20, min_lr=1e-4, max_lr=0.5)
     suggested = model.lr
     trainer.fit(model)
     called = tuned(side)
-    callback = LearningRateFinder(num_training_steps=12, min_lr=1e-4, max_lr=0.5)
+    callback = LearningRateFinder(num_training_steps=20, min_lr=1e-4, max_lr=0.5)
     other = side.trainer(max_steps=4, callbacks=[callback])
     other.fit(called)
     return {
