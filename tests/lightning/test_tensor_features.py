@@ -102,8 +102,8 @@ def axes_of(name: str) -> list[str]:
     return ["tensor"] if name in WITH_TENSOR_ALONE else list(AXES)
 
 
-# Of 40 s; and what another one comes to as well.
-LATER = ("compile", "LoRA", "recompute")
+# Of 40 s; and what another one comes to as well, here or in test_context_features.py.
+LATER = ("compile", "LoRA", "recompute", "accumulation", "manual optimization")
 CELLS = [
     pytest.param(axes, name, marks=[pytest.mark.nightly] if name in LATER else [])
     for name, axes in pairwise((*WORKS, *KINDS), AXES, possible=lambda name, axes: axes in axes_of(name), together=1)
