@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,7 @@ def attempt(number: int, path: Path, kind: str) -> bool:
 
 
 if __name__ == "__main__":
+    warnings.simplefilter("ignore")  # that a save was interrupted would be told between the lines
     if sys.argv[3:] == ["two renames"]:
         local.exchange = lambda one, other: False
     main(Path(sys.argv[1]), sys.argv[2])
