@@ -35,6 +35,7 @@ from tests.checkpoint.internals import (
     locate,
 )
 from tests.engine.internals import ShardedTensor
+from tests.helpers.nights import NIGHT
 
 AVERAGE = "average"
 STEPS = 2
@@ -67,7 +68,7 @@ def _layout(axes: dict[str, int], experts: dict[str, int] | None = None, **optio
     return Layout(axes=axes, experts=experts or {}, options=options)
 
 
-LAYOUTS = {
+_EVERY = {
     "one rank": _layout({"data": 1}),
     "data 4": _layout({"data": 4}),
     "data 2 x tensor 2": _layout({"data": 2, "tensor": 2}),
@@ -78,6 +79,11 @@ LAYOUTS = {
     "data 4, experts 2": _layout({"data": 4}, {"shard": 2, "expert": 2}),
     "data 2 x tensor 2, experts 2": _layout({"data": 2, "tensor": 2}, {"shard": 1, "expert": 2, "tensor": 2}),
 }
+# On a push those that no other one is a part of; axes of data alone are in tests/lightning/test_resharding.py.
+ON_A_PUSH = ("one rank", "context 2 x tensor 2", "outer 2 x tensor 2", "data 2 x tensor 2, experts 2")
+LAYOUTS = _EVERY if NIGHT else {name: _EVERY[name] for name in ON_A_PUSH}
+# Those that also write whole tensors, which ranks gather one by one.
+WHOLE = tuple(LAYOUTS) if NIGHT else ("one rank", "data 2 x tensor 2, experts 2")
 
 
 class Experts(nn.Module):
@@ -250,8 +256,8 @@ class Sharded:
 
     # -- writing and reading -------------------------------------------------------------------------------------------
 
-    def write(self, folder: Path) -> None:
-        """All three forms."""
+    def write(self, folder: Path, *, whole: bool) -> None:
+        """All three forms, or that of directories alone."""
         index, ranks = ParameterIndex(self.model), Ranks()
         keep = ranks.rank == 0
         rest = {"global_step": STEPS}
@@ -266,6 +272,8 @@ class Sharded:
             ranks,
         )
         lightning_io.save(locate(folder / "sharded"), sharded, ranks=ranks)
+        if not whole:
+            return
         full = {
             **rest,
             "state_dict": full_model_state(self.model.state_dict(), keep=keep),

@@ -29,6 +29,7 @@ from lightning_mfsdp.checkpoint.tools.leaves import StoredTensor
 from lightning_mfsdp.checkpoint.tools.verify import count_nonfinite, cover_problems
 from lightning_mfsdp.commands import main
 from tests.helpers.distributed import run_distributed
+from tests.helpers.forked import run as run_forked
 from tests.lightning.models import FOREIGN_WARNINGS, loader, make_trainer, seeded, strict_warnings
 from tests.lightning.test_checkpoint import EPOCH, Scheduled, assert_same
 
@@ -323,6 +324,7 @@ sys.exit("the limit does not limit")
 """
 
 
+@pytest.mark.nightly
 def test_memory_is_bounded_by_files_and_chunks_and_not_by_the_checkpoint(tmp_path: Path) -> None:
     """128 MiB of tensors in chunks of 4 MiB, with 64 MiB of memory to spare, also for the allocator's gaps."""
     with pytest.warns(UserWarning, match="assuming the intent is to save in a single process"):
@@ -503,11 +505,7 @@ def test_a_bar_shows_progress_on_a_terminal_only(folder: Path, run: Run, monkeyp
 
 
 def test_the_module_runs_as_a_program(tmp_path: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "lightning_mfsdp", "checkpoint", "info", "nothing"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 2
-    assert result.stderr == "error: nothing: there is nothing at that path; expected a checkpoint\n"
+    command = ["-m", "lightning_mfsdp", "checkpoint", "info", "nothing"]
+    code, output = run_forked(command, os.environ, tmp_path / "output", tmp_path, timeout=100)
+    assert code == 2
+    assert output == "error: nothing: there is nothing at that path; expected a checkpoint\n"

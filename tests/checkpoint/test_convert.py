@@ -116,7 +116,7 @@ def test_a_trainer_resumes_with_the_weights_state_and_counts_that_were_saved(
     assert_resumed(loaded[name], expected_of(name, written[1]), name)
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [1, pytest.param(3, marks=pytest.mark.nightly)])
 def test_checkpoints_of_fsdpstrategy_and_modelparallelstrategy_load_on_another_number_of_ranks(
     written: Any, world: int
 ) -> None:

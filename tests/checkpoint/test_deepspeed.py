@@ -154,7 +154,10 @@ def resume(rank: int, world_size: int, folder: str, steps: int, options: dict[st
     return found
 
 
-@pytest.mark.parametrize(("world", "options"), [(1, {}), (2, {}), (4, {"outer": 2, "sharding": "optim"})])
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [(1, {}), (2, {}), pytest.param(4, {"outer": 2, "sharding": "optim"}, marks=pytest.mark.nightly)],
+)
 def test_a_trainer_resumes_on_any_number_of_ranks(written: Path, world: int, options: dict[str, Any]) -> None:
     numbers = {name: number for number, name in enumerate(order_of_the_optimizer())}
     for found in run_distributed(resume, world, str(written), 0, options):

@@ -36,6 +36,7 @@ from tests.checkpoint.safetensors_cases import (
     write_folder,
 )
 from tests.engine.worlds import by_world, check
+from tests.helpers.nights import NIGHT
 
 LIMIT = 1500  # bytes in a file: some tensors fill several such, most fit in with others
 
@@ -400,8 +401,8 @@ def case(name: str, options: Callable[[], dict[str, Any]]) -> Any:
 
 
 STRATEGIES = {name: case(name, partial(dict, sharding=name)) for name in ("optim_grads_params", "optim", "no_shard")}
-WORLDS = {
-    1: [STRATEGIES["optim_grads_params"], damaged_folders_are_refused_and_nothing_changes],
+ON_A_PUSH = {
+    1: [damaged_folders_are_refused_and_nothing_changes],
     2: [
         *STRATEGIES.values(),
         bf16_files_become_float32_main_weights,
@@ -419,7 +420,13 @@ WORLDS = {
         a_module_that_is_not_sharded_yet_is_refused,
         without_the_package_the_error_names_the_extra,
     ],
-    4: [STRATEGIES["optim_grads_params"], case("hybrid", partial(mesh, 2, 2)), progress_counts_bytes],
+    4: [case("hybrid", partial(mesh, 2, 2)), progress_counts_bytes],
+}
+
+
+WORLDS = {
+    world: [*cases, *([STRATEGIES["optim_grads_params"]] if NIGHT and world != 2 else [])]
+    for world, cases in ON_A_PUSH.items()
 }
 
 

@@ -19,6 +19,8 @@ from tests.checkpoint.internals import ParameterIndex, Ranks, lightning_io, loca
 from tests.helpers.distributed import run_distributed
 from tests.helpers.host_memory import FREED_AT_ONCE, Meter
 
+pytestmark = pytest.mark.nightly
+
 WORLD = 2
 LAYERS, DIM = 64, 512
 LAYER_BYTES = DIM * DIM * 4

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_mfsdp import grad_norm
 from lightning_mfsdp.fabric import MFSDPFabricStrategy
 from tests.helpers.distributed import run_distributed
+from tests.helpers.nights import rest_at_night
 from tests.lightning.models import full_state, strict_warnings
 from tests.lightning.test_context import Finetuned, Texts
 
@@ -45,7 +46,11 @@ def train(rank: int, world: int, context: int, divides: bool) -> tuple[list[floa
 
 
 @pytest.mark.parametrize(
-    ("world", "context", "divides"), [(2, 2, True), (4, 2, True), (2, 2, False), (1, 1, True), (2, 1, False)]
+    ("world", "context", "divides"),
+    rest_at_night(
+        [(2, 2, True), (4, 2, True), (2, 2, False), (1, 1, True), (2, 1, False)],
+        lambda world, context, divides: world == 2,
+    ),
 )
 def test_a_loop_trains_as_one_rank_with_whole_sequences(world: int, context: int, divides: bool) -> None:
     """Also where it divides nothing, when all ranks of a group compute the same, and without a context axis."""

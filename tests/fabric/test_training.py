@@ -17,6 +17,7 @@ from tests.engine.test_collective_counts import Funnel, Observer, expected_on_on
 from tests.engine.worlds import by_world, check
 from tests.fabric.loops import GLOBAL_BATCH, assert_same, batches, launched, train, whole
 from tests.helpers.chain import STRATEGIES
+from tests.helpers.nights import NIGHT
 from tests.lightning.models import Classifier, full_state, loader, make_trainer, seeded, train_plainly
 
 STEPS = 3
@@ -71,8 +72,9 @@ def a_loop_equals_the_trainer_to_the_bit(rank: int, world_size: int) -> None:
 
 
 def no_backward_sync_costs_no_collective(rank: int, world_size: int) -> None:
-    for sharding in STRATEGIES:
-        for accumulation, sync in (("local", "no_sync"), ("sharded", "keep_sharded")):
+    ways = (("local", "no_sync"), ("sharded", "keep_sharded"))
+    for number, sharding in enumerate(STRATEGIES):
+        for accumulation, sync in ways if NIGHT else (ways[number % 2],):
             options = {"units": [nn.Linear], "sharding": sharding, "accumulation": accumulation}
             fabric = launched(world_size, options)
             torch.manual_seed(0)
@@ -119,7 +121,7 @@ def methods_marked_as_forward_see_whole_weights(rank: int, world_size: int) -> N
 
 def compiled_modules_and_compiled_units_train_alike(rank: int, world_size: int) -> None:
     results = []
-    for how in ("not", "module", "units"):
+    for how in ("not", "module", "units") if NIGHT else ("not", "module"):  # units: tests/lightning/test_compile.py
         torch.compiler.reset()
         fabric = launched(world_size, {"compile": {"backend": "eager"} if how == "units" else False})
         # The compiler asks every tensor it meets.

@@ -10,6 +10,8 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,28 +117,37 @@ def in_child(work: Callable[[], Any]) -> bool:
 def main(folder: Path, kind: str) -> None:
     path = folder / "last.ckpt"
     number, killed = 0, True
-    while killed:
-        number += 1
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        in_child(lambda: save(path, kind, OLD))
+    with tempfile.TemporaryDirectory() as before:
+        in_child(lambda: save(Path(before, path.name), kind, OLD))
+        while killed:
+            number += 1
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(before, folder)
+            killed = attempt(number, path, kind)
 
-        def attempt(number: int = number) -> None:
-            kill_at(number, str(folder))
-            save(path, kind, NEW)
 
-        killed = in_child(attempt)
-        if (
-            killed
-            and PART_NAME in os.listdir(folder)
-            and not (folder / PART_NAME / "meta.pt").exists()
-            and kind == "sharded"
-        ):
-            in_child(lambda: print(f"[{load(folder / PART_NAME)}]", end=" "))
-        in_child(lambda: print("loaded", load(path)))
+def attempt(number: int, path: Path, kind: str) -> bool:
+    """Whether a save was killed at its `number`-th operation."""
+    folder = path.parent
+
+    def killed_save() -> None:
+        kill_at(number, str(folder))
+        save(path, kind, NEW)
+
+    killed = in_child(killed_save)
+    if (
+        killed
+        and PART_NAME in os.listdir(folder)
+        and not (folder / PART_NAME / "meta.pt").exists()
+        and kind == "sharded"
+    ):
+        in_child(lambda: print(f"[{load(folder / PART_NAME)}]", end=" "))
+    in_child(lambda: print("loaded", load(path)))
+    return killed
 
 
 if __name__ == "__main__":
+    warnings.simplefilter("ignore")  # that a save was interrupted would be told between the lines
     if sys.argv[3:] == ["two renames"]:
         local.exchange = lambda one, other: False
     main(Path(sys.argv[1]), sys.argv[2])

@@ -16,6 +16,7 @@ from lightning_mfsdp import MFSDPStrategy, ShardingError, sharded_parameters, un
 from lightning_mfsdp.callbacks import ShardedEMA
 from lightning_mfsdp.engine import AveragedWeights, fully_shard, no_sync, shard_added
 from tests.engine.worlds import by_world, check
+from tests.helpers.nights import NIGHT
 from tests.lightning.models import (
     CLASSES,
     DIM,
@@ -154,16 +155,20 @@ def two_fits(
     return new_units
 
 
+SHARDINGS = ("optim_grads_params", "optim_grads", "no_shard")
+
+
 def _trains_as_one_process(
-    kind: type[LightningModule], change: Callable[[Any], list[str]], rank: int, world: int
+    kind: type[LightningModule], change: Callable[[Any], list[str]], rank: int, world: int, turn: int
 ) -> None:
+    """Under each sharding at night, on a push under the one whose turn it is."""
     plain = seeded(kind)
     for step in range(2):
         if step:
             torch.manual_seed(5)
             change(plain)
         train_plainly(plain, 8, 2)
-    for sharding in ("no_shard", "optim_grads", "optim_grads_params"):
+    for sharding in SHARDINGS if NIGHT else [SHARDINGS[turn]]:
         model = seeded(kind)
         new_units = two_fits(model, change, rank, world, lambda: MFSDPStrategy(units=["Block"], sharding=sharding))  # noqa: B023
         names = [unit.name for unit in units(model)]
@@ -178,31 +183,31 @@ def _trains_as_one_process(
 
 
 def a_head_is_replaced(rank: int, world: int) -> None:
-    _trains_as_one_process(Classifier, a_new_head, rank, world)
+    _trains_as_one_process(Classifier, a_new_head, rank, world, 0)
 
 
 def a_block_is_added(rank: int, world: int) -> None:
-    _trains_as_one_process(Classifier, a_new_block, rank, world)
+    _trains_as_one_process(Classifier, a_new_block, rank, world, 1)
 
 
 def a_block_is_replaced(rank: int, world: int) -> None:
-    _trains_as_one_process(Classifier, another_block_in_place_of_one, rank, world)
+    _trains_as_one_process(Classifier, another_block_in_place_of_one, rank, world, 2)
 
 
 def a_layer_of_a_block_is_replaced(rank: int, world: int) -> None:
-    _trains_as_one_process(Classifier, a_layer_in_a_block, rank, world)
+    _trains_as_one_process(Classifier, a_layer_in_a_block, rank, world, 0)
 
 
 def parameters_are_replaced(rank: int, world: int) -> None:
-    _trains_as_one_process(Classifier, a_parameter_in_place_of_one, rank, world)
+    _trains_as_one_process(Classifier, a_parameter_in_place_of_one, rank, world, 1)
 
 
 def a_head_is_replaced_where_units_share_a_weight(rank: int, world: int) -> None:
-    _trains_as_one_process(Tied, a_new_head, rank, world)
+    _trains_as_one_process(Tied, a_new_head, rank, world, 2)
 
 
 def parameters_are_replaced_where_units_share_a_weight(rank: int, world: int) -> None:
-    _trains_as_one_process(Tied, a_parameter_in_place_of_one, rank, world)
+    _trains_as_one_process(Tied, a_parameter_in_place_of_one, rank, world, 0)
 
 
 def ranks_with_other_layers_are_told(rank: int, world: int) -> None:

@@ -72,7 +72,7 @@ def go_on(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.nightly), 2])
 def found(request: pytest.FixtureRequest) -> dict[str, Any]:
     return run_distributed(go_on, request.param)[0]
 

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_mfsdp import MFSDPStrategy, units
 from tests.helpers.distributed import run_distributed
+from tests.helpers.nights import NIGHT, rest_at_night
 from tests.lightning.models import DIM, Block, Classifier, dataset, make_trainer, seeded
 
 
@@ -54,9 +55,9 @@ def model() -> WithNorms:
     return made
 
 
-def fit(strategy: Any, compiled: bool = False) -> tuple[dict[str, Tensor], WithNorms]:
+def fit(strategy: Any, world: int, compiled: bool = False) -> tuple[dict[str, Tensor], WithNorms]:
     made = model()
-    trainer = make_trainer(tempfile.gettempdir(), 2, strategy=strategy, max_epochs=1)
+    trainer = make_trainer(tempfile.gettempdir(), world, strategy=strategy, max_epochs=1)
     trainer.fit(torch.compile(made, backend="eager") if compiled else made, DataLoader(dataset(), batch_size=4))
     assert "grad_inf_norm_total" in trainer.callback_metrics
     found = {name: p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for name, p in made.named_parameters()}
@@ -64,9 +65,9 @@ def fit(strategy: Any, compiled: bool = False) -> tuple[dict[str, Tensor], WithN
 
 
 def compare(rank: int, world: int) -> None:
-    expected, plain = fit("ddp")
-    for strategy in (MFSDPStrategy(), MFSDPStrategy(sharding="optim_grads")):
-        found, sharded = fit(strategy)
+    expected, plain = fit("ddp", world)
+    for sharding in ("optim_grads_params", "optim_grads") if NIGHT else ("optim_grads_params",):
+        found, sharded = fit(MFSDPStrategy(sharding=sharding), world)  # type: ignore[arg-type]
         names = [view.name for view in units(sharded)]
         assert names.count("blocks.0.shared") == 1, names
         for name, value in expected.items():
@@ -75,7 +76,11 @@ def compare(rank: int, world: int) -> None:
             )
         for got, wanted in zip(sharded.norms, plain.norms, strict=True):
             assert got == pytest.approx(wanted, rel=1e-4, abs=1e-6)
-    found, compiled = fit(MFSDPStrategy(compile={"backend": "eager"}), compiled=True)
+
+
+def compare_compiled(rank: int, world: int) -> None:
+    expected, _ = fit("ddp", world)
+    found, compiled = fit(MFSDPStrategy(compile={"backend": "eager"}), world, compiled=True)
     assert "forward" in vars(compiled.blocks[0]), "units are compiled"
     assert "training_step" not in vars(compiled) or vars(compiled)["training_step"] == compiled.training_step
     assert compiled._compiler_ctx is None
@@ -83,8 +88,13 @@ def compare(rank: int, world: int) -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
 
 
-def test_norms_shared_modules_and_compiled_modules_are_as_under_ddp() -> None:
+def test_norms_and_shared_modules_are_as_under_ddp() -> None:
     run_distributed(compare, 2)
+
+
+@pytest.mark.parametrize("world", rest_at_night([1, 2], lambda world: world == 1))
+def test_compiled_modules_are_as_under_ddp(world: int) -> None:
+    run_distributed(compare_compiled, world)
 
 
 def test_a_compiled_module_is_taken_as_compile_true(monkeypatch: pytest.MonkeyPatch) -> None:

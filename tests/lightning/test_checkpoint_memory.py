@@ -21,7 +21,7 @@ from tests.helpers.distributed import run_distributed
 from tests.helpers.host_memory import FREED_AT_ONCE, Meter
 from tests.lightning.models import FOREIGN_WARNINGS, make_trainer, strict_warnings
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in FOREIGN_WARNINGS]
+pytestmark = [pytest.mark.nightly, *(pytest.mark.filterwarnings(f"ignore:{message}") for message in FOREIGN_WARNINGS)]
 
 WORLD = 2
 LAYERS, DIM = 16, 1024

@@ -25,6 +25,7 @@ from lightning_mfsdp.checkpoint import load_checkpoint
 from lightning_mfsdp.context_parallel import shift_labels
 from lightning_mfsdp.mtp import MultiTokenPredictor
 from tests.helpers.distributed import run_distributed
+from tests.helpers.nights import rest_at_night
 from tests.lightning.models import full_state, make_trainer, strict_warnings
 from tests.lightning.test_context import (
     ROWS,
@@ -88,8 +89,9 @@ def of_one_rank(kind: type[Trained], options: tuple[tuple[str, Any], ...]) -> di
     return found
 
 
+# With a tensor axis others are on a push, test_tensor_features.py.
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.nightly] if name == "compile" else []) for name in (*WORKS, *KINDS)]
+    "name", rest_at_night((*WORKS, *KINDS), lambda name: name in ("recompute", "accumulation", "manual optimization"))
 )
 def test_a_feature_works_with_divided_sequences(name: str) -> None:
     kind, options = KINDS.get(name) or (OwnLoss, WORKS[name])

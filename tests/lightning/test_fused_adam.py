@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,14 @@ from lightning_mfsdp.engine import sharded_parameters
 from tests.engine.internals import fused_adam
 from tests.helpers.distributed import run_distributed
 from tests.helpers.fused_adam import FusedAdam, joined
+from tests.helpers.nights import NIGHT, rest_at_night
 from tests.lightning.models import Classifier, full_state, loader, make_trainer, seeded, strict_warnings
 from tests.lightning.test_exact_continuation import Loader, SaveAt
 
 BF16 = torch.bfloat16
 MOMENTS: dict[str, Any] = {"float32": {}, "bfloat16": {"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16}}
+KINDS = ("sharded", "full")
+KEPT = {"float32": "sharded", "bfloat16": "full"}  # of checkpoints, on a push
 REFUSED: dict[str, dict[str, Any]] = {
     r"FusedAdam\(master_weights=True\): .* float32 weights of its own": {"master_weights": True},
     r"FusedAdam\(.*store_param_remainders=True\): main weights are torch.float32, and it keeps": {
@@ -75,7 +79,7 @@ def runs(rank: int, world: int, folder: str) -> dict[str, Any]:
     found["near"] = [full_state(model) for model in (fused, adamw)]
     found["local"] = not any(isinstance(parameter, DTensor) for parameter in held)
     for name, options in MOMENTS.items():
-        for kind in ("sharded", "full"):
+        for kind in KINDS if NIGHT else [KEPT[name]]:
             straight, again = seeded(Model, options=options), Model(options)
             path = f"{folder}/{name}-{kind}"
             fit(seeded(Model, options=options), 2, kind).save_checkpoint(path)
@@ -108,7 +112,7 @@ def halves(fit: Any, folder: str) -> dict[str, Any]:
     found["bits"] = sum(int(value.ne(0).sum()) for value in lower.values())
     found["dtypes"] = {value.dtype for value in upper.values()}
 
-    for kind in ("sharded", "full"):
+    for kind in KINDS if NIGHT else ["full"]:
         first, again = rounded(), rounded()
         first.options = again.options = {**HALVES, **MOMENTS["bfloat16"]}
         fit(first, 2, kind, policy=LOW, **LOW_RUN).save_checkpoint(f"{folder}/halves-{kind}")
@@ -221,8 +225,9 @@ def test_it_works_on_local_rows_and_a_subclass_does_not(ranks: Any) -> None:
             torch.testing.assert_close(fused[name], value, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["sharded", "full"])
-@pytest.mark.parametrize("moments", MOMENTS)
+@pytest.mark.parametrize(
+    ("moments", "kind"), rest_at_night(itertools.product(MOMENTS, KINDS), lambda moments, kind: kind == KEPT[moments])
+)
 def test_it_resumes_to_the_bit(ranks: Any, moments: str, kind: str) -> None:
     for found in ranks:
         for part in ("", " exp_avg", " exp_avg_sq"):
@@ -244,7 +249,7 @@ def test_a_bfloat16_weight_and_its_remainder_are_the_float32_weight_to_the_bit(r
         assert found["dtypes"] == {BF16}
 
 
-@pytest.mark.parametrize("kind", ["sharded", "full"])
+@pytest.mark.parametrize("kind", rest_at_night(KINDS, lambda kind: kind == "full"))
 def test_remainders_resume_to_the_bit(ranks: Any, kind: str) -> None:
     for found in ranks:
         for part in ("halves", "remainders"):

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_mfsdp import MFSDPStrategy, ShardingError, sharded_parameters, units
 from tests.helpers.distributed import run_distributed
+from tests.helpers.nights import NIGHT, rest_at_night
 from tests.helpers.optimizer_state import state_of_rows
 from tests.lightning.models import FOREIGN_WARNINGS, full_state, make_trainer, strict_warnings
 
@@ -54,6 +55,11 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "gpt2": gpt2,
     "mixtral": mixtral,
 }
+
+
+def on_a_push(name: str) -> bool:
+    """GPT-2 has tied weights as well."""
+    return name != "llama, tied"
 
 
 class Causal(LightningModule):
@@ -122,6 +128,8 @@ def from_meta(rank: int, world_size: int) -> dict[str, Any]:
     quiet()
     found = {}
     for name, config in CONFIGS.items():
+        if not (NIGHT or on_a_push(name)):
+            continue
         torch.manual_seed(3)
         model = Causal(config(), meta=True)
         start = started(model, world_size)
@@ -138,7 +146,8 @@ def from_meta(rank: int, world_size: int) -> dict[str, Any]:
             "units": [unit.module_class for unit in units(model)],
         }
         plain.load_state_dict(start, strict=False)
-        found[name]["plain"] = train_plainly(plain)
+        if rank == 0:
+            found[name]["plain"] = train_plainly(plain)
     return found
 
 
@@ -254,7 +263,7 @@ def on_two(folder: str) -> list[dict[str, Any]]:
     return run_distributed(on_two_ranks, 2, folder)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", rest_at_night(CONFIGS, on_a_push))
 def test_a_model_from_meta_trains_like_one_process(on_two: list[dict[str, Any]], name: str) -> None:
     found = on_two[0]["meta"][name]
     assert len(found["units"]) == 3  # two blocks and the rest
@@ -263,7 +272,7 @@ def test_a_model_from_meta_trains_like_one_process(on_two: list[dict[str, Any]],
         assert not torch.equal(value, found["start"][key]), key
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", rest_at_night(CONFIGS, on_a_push))
 def test_a_model_from_meta_starts_as_one_that_was_built_for_real(on_two: list[dict[str, Any]], name: str) -> None:
     """Constants and buffers exactly; what is drawn has the same spread, also where one module sets the values of another."""
     found = on_two[0]["meta"][name]

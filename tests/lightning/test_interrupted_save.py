@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import torch
 
 from tests.checkpoint.internals import lightning_io, locate
 from tests.engine.worlds import by_world, check
+from tests.helpers.forked import run
 from tests.lightning.interrupted_saves import NEW, OLD, PART_NAME, made, save
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,19 +28,14 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_save_killed_at_any_file_operation_leaves_a_checkpoint_that_loads(way: list[str], tmp_path: Path) -> None:
     script = ROOT / "tests/lightning/interrupted_saves.py"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "saves"), *way],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env=environment,
+    code, output = run(
+        [str(script), str(tmp_path / "saves"), *way], environment, tmp_path / "output", ROOT, timeout=300
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = done.stdout.splitlines()
+    assert code == 0, output[-2000:]
+    lines = output.splitlines()
     found = [re.search(r"loaded (.*)$", line) for line in lines]
     loaded = [match.group(1) if match else line for match, line in zip(found, lines, strict=True)]
-    assert set(loaded) == {f"{OLD}", f"{NEW}"}, done.stdout
+    assert set(loaded) == {f"{OLD}", f"{NEW}"}, output
     assert loaded == sorted(loaded), "first the old one, from some moment on the new one"
     if way == ["sharded", "two renames"]:
         assert any(f"os.rename {PART_NAME}" in line for line in lines), "killed in the middle of the exchange as well"

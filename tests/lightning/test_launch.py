@@ -6,17 +6,19 @@ import os
 import socket
 import subprocess
 import sys
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.helpers.forked import Forked
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("train_script.py")
 
-BY_LIGHTNING = [sys.executable, str(SCRIPT)]
+BY_LIGHTNING = [str(SCRIPT)]
 BY_TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(SCRIPT)]
 
 # What launchers set and one test must not inherit.
@@ -37,36 +39,37 @@ def environment(**variables: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
 
 
-def launch(command: list[str], timeout_s: int = 100) -> str:
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=timeout_s, cwd=ROOT)
+def launch(command: list[str], timeout_s: int = 100, **variables: str) -> str:
+    done = subprocess.run(
+        command, env=environment(**variables), capture_output=True, text=True, timeout=timeout_s, cwd=ROOT
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
-def launch_together(command: list[str], variables: list[dict[str, str]], timeout_s: int = 60) -> list[str]:
-    """One process for each set of variables; what each printed. When one fails, or time is up, all are killed."""
-
-    def start(own: dict[str, str]) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            command, env=environment(**own), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
-        )
-
-    def finish(process: subprocess.Popen[str]) -> str:
-        output, _ = process.communicate()
-        assert process.returncode == 0, f"exit code {process.returncode}:\n{output}"
-        return output
-
-    processes = [start(own) for own in variables]
+def launch_together(
+    command: list[str], variables: list[dict[str, str]], folder: Path, timeout_s: int = 60, code: int = 0
+) -> list[str]:
+    """A program in one forked process for each set of variables; what each printed. Once one fails, or time is up, all are killed."""
+    outputs = [folder / f"output-{number}" for number in range(len(variables))]
+    processes = [
+        Forked(command, environment(**own), output, ROOT) for own, output in zip(variables, outputs, strict=True)
+    ]
     with ThreadPoolExecutor(len(processes)) as pool:
-        futures = [pool.submit(finish, process) for process in processes]
+        futures = [pool.submit(process.wait, timeout_s) for process in processes]
         try:
-            wait(futures, timeout=timeout_s, return_when=FIRST_EXCEPTION)
+            while not all(future.done() for future in futures):
+                done, _ = wait(futures, return_when=FIRST_COMPLETED)
+                if any(future.exception() or future.result() != code for future in done):
+                    break
+                wait([future for future in futures if future not in done], timeout=0.1)
         finally:
             for process in processes:
                 process.kill()
-    errors = [str(future.exception()) for future in futures if future.exception() is not None]
-    assert not errors, "\n".join(errors)
-    return [future.result() for future in futures]
+    codes = [process.poll() for process in processes]
+    texts = [output.read_text() for output in outputs]
+    assert codes == [code] * len(codes), "\n".join([f"exit codes {codes}", *texts])
+    return texts
 
 
 def free_port() -> int:
@@ -97,7 +100,10 @@ def results_of(folder: Path) -> list[dict[str, Any]]:
     ids=["lightning", "torchrun"],
 )
 def test_a_script_trains_on_two_processes(command: list[str], tmp_path: Path) -> None:
-    output = launch([*command, str(tmp_path)])
+    if command == BY_LIGHTNING:  # which starts the second process
+        (output,) = launch_together([*command, str(tmp_path)], [{}], tmp_path, timeout_s=100)
+    else:
+        output = launch([*command, str(tmp_path)])
     results_of(tmp_path)
     # the table of units and the progress bar, from one rank
     assert output.count("mfsdp: ") == 1
@@ -107,8 +113,8 @@ def test_a_script_trains_on_two_processes(command: list[str], tmp_path: Path) ->
 @pytest.mark.nightly
 def test_two_nodes_started_by_hand_train_as_one(tmp_path: Path) -> None:
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    command = [*BY_LIGHTNING, str(tmp_path), "--devices=1", "--num-nodes=2", "--outer-size=2"]
-    outputs = launch_together(command, [{**meeting, "NODE_RANK": str(node)} for node in range(2)])
+    command = [str(SCRIPT), str(tmp_path), "--devices=1", "--num-nodes=2", "--outer-size=2"]
+    outputs = launch_together(command, [{**meeting, "NODE_RANK": str(node)} for node in range(2)], tmp_path)
     for node, result in enumerate(results_of(tmp_path)):
         assert result["node_rank"] == node
         assert result["environment"] == "LightningEnvironment"
@@ -137,8 +143,8 @@ def slurm(task: int, num_nodes: int) -> dict[str, str]:
 def test_tasks_started_by_slurm_train_together(num_nodes: int, tmp_path: Path) -> None:
     # Lightning derives a port from the job's number, which two runs of this test on one machine would share.
     port = {"MASTER_PORT": str(free_port())}
-    command = [*BY_LIGHTNING, str(tmp_path), f"--devices={2 // num_nodes}", f"--num-nodes={num_nodes}"]
-    outputs = launch_together(command, [slurm(task, num_nodes) | port for task in range(2)])
+    command = [str(SCRIPT), str(tmp_path), f"--devices={2 // num_nodes}", f"--num-nodes={num_nodes}"]
+    outputs = launch_together(command, [slurm(task, num_nodes) | port for task in range(2)], tmp_path)
     for task, result in enumerate(results_of(tmp_path)):
         assert result["node_rank"] == task * num_nodes // 2
         assert result["environment"] == "SLURMEnvironment"

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from lightning_mfsdp import MFSDPStrategy
-from tests.engine.worlds import by_world, check
+from tests.engine.worlds import at_night, by_world, check
 from tests.helpers.distributed import run_distributed
+from tests.helpers.nights import NIGHT
 from tests.lightning.features import OTHER_WARNINGS
 from tests.lightning.models import (
     FOREIGN_WARNINGS,
@@ -33,6 +34,7 @@ from tests.lightning.models import (
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in FOREIGN_WARNINGS]
 
 SHARDINGS = ("no_shard", "optim_grads_params")
+AGAINST_DDP = SHARDINGS if NIGHT else SHARDINGS[1:]
 KEEPS_WHOLE = ".*keeps a whole copy of the model on every rank.*"
 
 
@@ -73,7 +75,7 @@ def averaged(rank: int, world_size: int, folder: str) -> dict[Any, Any]:
         warnings.filterwarnings("ignore", message=message)
     found: dict[Any, Any] = {}
     for name, (kind, callback) in AVERAGING.items():
-        for side in ("ddp", *SHARDINGS):
+        for side in ("ddp", *AGAINST_DDP):
             strategy: Any = "ddp" if side == "ddp" else MFSDPStrategy(units=["Block"], sharding=side)
             place = Path(folder, name.replace(" ", "_"), side)
             saver = ModelCheckpoint(dirpath=place, filename="{epoch}", save_top_k=-1)
@@ -102,7 +104,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
 def test_weights_are_averaged_saved_and_resumed_as_under_ddp(runs: list[dict[Any, Any]], name: str, part: str) -> None:
     for found in runs:
         expected, losses = found[name, "ddp", part]
-        for sharding in SHARDINGS:
+        for sharding in AGAINST_DDP:
             actual, actual_losses = found[name, sharding, part]
             assert actual_losses == pytest.approx(losses, rel=1e-5)
             assert actual.keys() == expected.keys()
@@ -167,7 +169,7 @@ def averaging_goes_on_after_the_fit_in_a_test_and_in_another_fit_as_under_ddp(ra
     data = loader(4, 16, rank, world_size)
     for make in (lambda: EMAWeightAveraging(decay=0.9), lambda: StochasticWeightAveraging(0.01, swa_epoch_start=1)):
         results = []
-        for side in ("ddp" if world_size > 1 else "auto", *SHARDINGS):
+        for side in ("ddp" if world_size > 1 else "auto", *AGAINST_DDP):
             is_other = side in ("ddp", "auto")
             strategy: Any = side if is_other else MFSDPStrategy(units=["Block"], sharding=side)
             model = seeded(WithTestLoss)
@@ -209,7 +211,7 @@ CASES = (
     averaging_whole_weights_is_advised_against_where_rows_are_sharded,
     averaging_goes_on_after_the_fit_in_a_test_and_in_another_fit_as_under_ddp,
 )
-WORLDS = {1: CASES, 2: CASES}
+WORLDS = at_night({1: CASES}) | {2: CASES}
 
 
 @by_world(WORLDS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import warnings
 from typing import Any
 
@@ -17,6 +16,7 @@ from lightning_mfsdp import MFSDPStrategy
 from tests.checkpoint.foreign import whole
 from tests.checkpoint.internals import full_optimizer_state
 from tests.helpers.distributed import run_distributed
+from tests.helpers.nights import rest_at_night
 from tests.lightning.models import full_state, make_trainer
 from tests.lightning.test_context import Texts
 from tests.lightning.test_tensor import Parallelized
@@ -71,18 +71,27 @@ def read(rank: int, world: int, folder: str, options: dict[str, Any]) -> dict[st
     return {"weights": full_state(model), "optimizer": full_optimizer_state(trainer.optimizers[0], keep=True)}
 
 
-@pytest.mark.parametrize(
-    ("world", "options"), [(1, {}), (2, {}), (4, {"tensor_parallel_size": 2}), (2, {"tensor_parallel_size": 2})]
-)
-def test_weights_and_state_are_those_that_were_saved(world: int, options: dict[str, Any]) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        saved = run_distributed(write, 4, folder)[0]
-        for found in run_distributed(read, world, folder, options):
-            assert found["weights"].keys() == saved["weights"].keys()
-            for name, value in saved["weights"].items():
-                assert torch.equal(found["weights"][name], value), name
-            names = [name for name, _ in Theirs().named_parameters()]
-            for number, name in enumerate(names):
-                for key in ("exp_avg", "exp_avg_sq", "step"):
-                    theirs = saved["optimizer"]["state"][name][key]
-                    assert torch.equal(found["optimizer"]["state"][number][key], theirs), (name, key)
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    """The folder, and what was saved in it."""
+    folder = str(tmp_path_factory.mktemp("theirs"))
+    return folder, run_distributed(write, 4, folder)[0]
+
+
+MESHES: list[tuple[int, dict[str, Any]]] = [
+    *((1, {}), (2, {}), (4, {"tensor_parallel_size": 2}), (2, {"tensor_parallel_size": 2})),
+]
+
+
+@pytest.mark.parametrize(("world", "options"), rest_at_night(MESHES, lambda world, options: world == 2))
+def test_weights_and_state_are_those_that_were_saved(written: Any, world: int, options: dict[str, Any]) -> None:
+    folder, saved = written
+    for found in run_distributed(read, world, folder, options):
+        assert found["weights"].keys() == saved["weights"].keys()
+        for name, value in saved["weights"].items():
+            assert torch.equal(found["weights"][name], value), name
+        names = [name for name, _ in Theirs().named_parameters()]
+        for number, name in enumerate(names):
+            for key in ("exp_avg", "exp_avg_sq", "step"):
+                theirs = saved["optimizer"]["state"][name][key]
+                assert torch.equal(found["optimizer"]["state"][number][key], theirs), (name, key)

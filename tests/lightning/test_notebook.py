@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -17,7 +16,8 @@ from lightning.pytorch import Trainer
 from lightning_mfsdp import MFSDPStrategy
 from lightning_mfsdp.fabric import MFSDPFabricStrategy
 from lightning_mfsdp.trainer.known_warnings import KnownWarnings
-from tests.lightning.test_launch import launch
+from tests.helpers.forked import run
+from tests.lightning.test_launch import ROOT, environment
 
 LEAF_SPEC = "`isinstance(treespec, LeafSpec)` is deprecated, use `isinstance(treespec, TreeSpec) and treespec.is_leaf()` instead."
 PYTREE = "lightning.pytorch.utilities._pytree"
@@ -26,7 +26,9 @@ PYTREE = "lightning.pytorch.utilities._pytree"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("notebook")
-    launch([sys.executable, str(Path(__file__).with_name("notebook_script.py")), str(path)])
+    command = [str(Path(__file__).with_name("notebook_script.py")), str(path)]
+    code, output = run(command, environment(), path / "output", ROOT, timeout=100)
+    assert code == 0, output
     return path
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from lightning_mfsdp.checkpoint.state import optimizer as saved_state
 from lightning_mfsdp.fabric import MFSDPFabricStrategy
 from tests.fabric.loops import assert_same, batches, launched, train, whole
 from tests.helpers.distributed import run_distributed
+from tests.helpers.nights import NIGHT
 from tests.helpers.optimizer_state import state_of_rows
 from tests.lightning.models import (
     FOREIGN_WARNINGS,
@@ -65,13 +67,13 @@ def outcome(trainer: Any, model: Classifier) -> list[Any]:
 def runs_and_checkpoints_equal_those_without(rank: int, world: int, folder: str) -> None:
     strict_warnings()
     expected = outcome(*fit(rank, world, f"{folder}/straight", None, "sharded", steps=STEPS))
-    for kind in ("sharded", "full"):
-        for first, second in ((None, "optimizer"), ("optimizer", None), ("optimizer", "optimizer")):
-            case = f"{kind} {first} {second}"
-            place = f"{folder}/{kind}-{first}-{second}"
-            fit(rank, world, place, first, kind, steps=STEPS // 2)
-            going_on = fit(rank, world, f"{place}-on", second, kind, steps=STEPS, ckpt_path=f"{place}/last.ckpt")
-            assert_same(outcome(*going_on), expected, case)
+    ways = list(itertools.product(("sharded", "full"), ((None, "optimizer"), ("optimizer", None), ("optimizer",) * 2)))
+    for kind, (first, second) in ways if NIGHT else [ways[1], ways[2], ways[3]]:
+        case = f"{kind} {first} {second}"
+        place = f"{folder}/{kind}-{first}-{second}"
+        fit(rank, world, place, first, kind, steps=STEPS // 2)
+        going_on = fit(rank, world, f"{place}-on", second, kind, steps=STEPS, ckpt_path=f"{place}/last.ckpt")
+        assert_same(outcome(*going_on), expected, case)
 
 
 def restored_state_goes_straight_to_host_memory(rank: int, world: int, folder: str) -> None:

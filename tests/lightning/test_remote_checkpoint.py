@@ -109,7 +109,7 @@ def through_the_trainer(rank: int, world: int, url: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("protocol", "world"), [("memory", 1), ("shared", 2)])
+@pytest.mark.parametrize(("protocol", "world"), [pytest.param("memory", 1, marks=pytest.mark.nightly), ("shared", 2)])
 def test_a_training_saves_to_a_url_and_resumes_from_it(protocol: str, world: int, tmp_path: Path) -> None:
     for found in run_distributed(through_the_trainer, world, f"{protocol}://{tmp_path}/run"):
         assert list(found) == ["sharded False", "full False", "sharded True"]

@@ -17,7 +17,7 @@ from tests.checkpoint.internals import ParameterIndex, Ranks, lightning_io, loca
 from tests.helpers.distributed import run_distributed
 
 MAX_WORLD = 4
-EVERY = 1 if os.environ.get("MFSDP_NIGHTLY") == "1" else 5  # the next layout begins one checkpoint later
+EVERY = 1 if os.environ.get("MFSDP_NIGHTLY") == "1" else 10  # the next layout begins one checkpoint later
 BF16 = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
 
 

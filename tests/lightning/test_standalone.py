@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import lightning_mfsdp
-from tests.lightning.test_launch import environment, launch_together
+from tests.lightning.test_launch import launch
 
 SCRIPT = Path(__file__).with_name("standalone_script.py")
 PACKAGE = Path(lightning_mfsdp.__file__).parent
@@ -28,9 +28,8 @@ def test_a_module_trains_under_pytorch_lightning_as_under_lightning_to_the_bit(t
     for namespace in NAMESPACES:
         folder = tmp_path / namespace
         folder.mkdir()
-        variables = [{"LIGHTNING_MFSDP_NAMESPACE": namespace}]
-        (output,) = launch_together([sys.executable, str(SCRIPT), str(folder)], variables, timeout_s=100)
-        assert "Params per rank" in output
+        command, variables = [sys.executable, str(SCRIPT), str(folder)], {"LIGHTNING_MFSDP_NAMESPACE": namespace}
+        assert "Params per rank" in launch(command, **variables)
         found[namespace] = [torch.load(folder / f"rank-{rank}.pt") for rank in range(2)]
     ours, theirs = (found[namespace] for namespace in NAMESPACES)
     for here, there in zip(ours, theirs, strict=True):
@@ -44,12 +43,10 @@ def test_a_module_trains_under_pytorch_lightning_as_under_lightning_to_the_bit(t
         assert "pytorch_lightning" in there["strategy"]
 
 
-def test_another_name_is_refused() -> None:
-    code = [sys.executable, "-c", "import lightning_mfsdp"]
-    variables = environment(LIGHTNING_MFSDP_NAMESPACE="pl")
-    done = subprocess.run(code, env=variables, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "LIGHTNING_MFSDP_NAMESPACE='pl': expected" in done.stderr
+def test_another_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_MFSDP_NAMESPACE", "pl")
+    with pytest.raises(ImportError, match="LIGHTNING_MFSDP_NAMESPACE='pl': expected"):
+        runpy.run_path(str(PACKAGE / "_lightning_api.py"))
 
 
 def lightning_imports(tree: ast.Module) -> list[int]:

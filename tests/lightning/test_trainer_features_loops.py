@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from tests.helpers.distributed import run_distributed
+from tests.helpers.nights import NIGHT
 from tests.lightning.features import Side, assert_alike, assert_ranks_alike, run_both
 from tests.lightning.models import DIM, Classifier, dataset, loader, seeded
 
@@ -58,18 +59,21 @@ def noted(side: Side, **options: Any) -> dict[str, Any]:
 
 def limits(side: Side) -> dict[str, Any]:
     """Whatever chooses the batches of a fit."""
-    return {
+    found = {
         "fast_dev_run": noted(side, fast_dev_run=2),
         "overfit_batches": noted(side, overfit_batches=2),
         "limit batches": noted(side, limit_train_batches=3, limit_val_batches=0.5, num_sanity_val_steps=1),
-        "val_check_interval": noted(side, val_check_interval=2, num_sanity_val_steps=2),
-        "check_val_every_n_epoch": noted(side, val_check_interval=5, check_val_every_n_epoch=None),
         "max_steps": noted(side, max_steps=8, max_epochs=-1),
-        "min_epochs": noted(
-            side, callbacks=[EarlyStopping("val_loss", patience=0, min_delta=10.0)], min_epochs=2, max_epochs=4
-        ),
         "max_time": noted(side, max_time={"seconds": 0}, min_epochs=1),
     }
+    if NIGHT:  # loops of Lightning that ask nothing of a strategy
+        stopping = EarlyStopping("val_loss", patience=0, min_delta=10.0)
+        found |= {
+            "val_check_interval": noted(side, val_check_interval=2, num_sanity_val_steps=2),
+            "check_val_every_n_epoch": noted(side, val_check_interval=5, check_val_every_n_epoch=None),
+            "min_epochs": noted(side, callbacks=[stopping], min_epochs=2, max_epochs=4),
+        }
+    return found
 
 
 class ManyLoaders(Classifier):
@@ -170,7 +174,7 @@ def predictions(side: Side) -> dict[str, Any]:
     """Lightning's sampler for predictions repeats nothing: 17 samples in batches of 2 are 5 batches on rank 0 and 4 on rank 1."""
     model = seeded(ManyLoaders)
     found: dict[str, Any] = {}
-    for interval in ("batch", "epoch", "batch_and_epoch"):
+    for interval in ("batch", "epoch", "batch_and_epoch") if NIGHT else ("batch", "epoch"):
         writer = Writer(interval)
         trainer = side.trainer(callbacks=[writer], use_distributed_sampler=True)
         found[interval] = trainer.predict(model, DataLoader(dataset(17), batch_size=2)), writer.written
@@ -197,18 +201,20 @@ def uneven(side: Side) -> dict[str, Any]:
     mine = Subset(dataset(32), range(4) if side.rank == 0 else range(4, 14))
     found = {
         "validate": trainer.validate(model, DataLoader(mine, batch_size=2), verbose=False),
-        "test": trainer.test(model, DataLoader(mine, batch_size=2), verbose=False),
         "unknown length": trainer.validate(model, DataLoader(Stream(4 + 6 * side.rank), batch_size=2), verbose=False),
         "predict": trainer.predict(model, DataLoader(mine, batch_size=2)),
-        "limited": side.trainer(limit_val_batches=3).validate(model, DataLoader(mine, batch_size=2), verbose=False),
         "validate two loaders": trainer.validate(
             model, [DataLoader(mine, batch_size=2), DataLoader(mine, batch_size=3)], verbose=False
         ),
-        "two streams": trainer.validate(
-            model, [DataLoader(Stream(4 + 6 * side.rank), batch_size=2)] * 2, verbose=False
-        ),
         "two loaders": trainer.predict(model, [DataLoader(mine, batch_size=2), DataLoader(mine, batch_size=3)]),
     }
+    if NIGHT:  # the same in another order
+        streams = [DataLoader(Stream(4 + 6 * side.rank), batch_size=2)] * 2
+        found |= {
+            "test": trainer.test(model, DataLoader(mine, batch_size=2), verbose=False),
+            "limited": side.trainer(limit_val_batches=3).validate(model, DataLoader(mine, batch_size=2), verbose=False),
+            "two streams": trainer.validate(model, streams, verbose=False),
+        }
     trainer.fit(model, loader(4, 24, side.rank, 2))
     found["after fit"] = trainer.validate(model, DataLoader(mine, batch_size=2), verbose=False)
     found["weights"] = side.weights(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from lightning_mfsdp import MFSDPStrategy
 from tests.helpers.distributed import run_distributed
+from tests.helpers.nights import NIGHT, rest_at_night
 from tests.helpers.other_optimizers import SOAP, Prodigy, Shampoo
 from tests.lightning.models import Classifier, full_state, loader, make_trainer, seeded, strict_warnings
 
@@ -35,6 +37,14 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "Shampoo": Shampoo,
     "SOAP": SOAP,
 }
+
+
+KINDS = ("sharded", "full")
+
+
+def kind_of(name: str) -> str:
+    """Of its checkpoints, on a push."""
+    return KINDS[list(OPTIMIZERS).index(name) % 2]
 
 
 class Chooses(Classifier):
@@ -92,7 +102,7 @@ def fits(rank: int, world: int, folder: str) -> dict[str, Any]:
         return trainer, full_state(model)
 
     for name in OPTIMIZERS:
-        for kind in ("sharded", "full"):
+        for kind in KINDS if NIGHT else [kind_of(name)]:
             path = f"{folder}/{name}-{kind}"
             fit(name, kind, SAVED)[0].save_checkpoint(path)
             found[f"{name} {kind}"] = fit(name, kind, STEPS, path)[1]
@@ -115,8 +125,9 @@ def test_it_trains_as_in_one_process(trained: list[dict[str, Any]], name: str) -
             torch.testing.assert_close(value, expected[key], rtol=1e-10, atol=1e-12, msg=lambda text: f"{key}: {text}")  # noqa: B023
 
 
-@pytest.mark.parametrize("kind", ["sharded", "full"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "kind"), rest_at_night(itertools.product(OPTIMIZERS, KINDS), lambda name, kind: kind == kind_of(name))
+)
 def test_it_is_resumed_to_the_bit(trained: list[dict[str, Any]], name: str, kind: str) -> None:
     for found in trained:
         for key, value in found[f"{name} {kind}"].items():

@@ -47,6 +47,7 @@ def main(folder: Path, devices: int, num_nodes: int, outer_size: int) -> None:
         "val_loss": float(trainer.callback_metrics["val_loss"]),
     }
     torch.save(result, folder / f"rank-{trainer.global_rank}.pt")
+    trainer.strategy.barrier()  # the end of the first process is the end of all for whoever has started it
 
 
 if __name__ == "__main__":

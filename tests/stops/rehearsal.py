@@ -49,6 +49,9 @@ UNITS = 32
 PARAMETERS = 4  # of a unit
 STATES = ("exp_avg", "exp_avg_sq")
 _LIMIT_S = 900
+# Threads of one process would each have memory of their own set aside; and the store's clients look up names, of which the server may drop
+# requests.
+SETTINGS = {"MALLOC_ARENA_MAX": "1", "RES_OPTIONS": "timeout:1 attempts:1"}
 
 
 class Planned:
@@ -285,10 +288,8 @@ def measure(world_size: int, num_processes: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    # Threads of one process would each have memory of their own set aside; and the store's clients look up names, of which the server may
-    # drop requests.
-    settings = {"MALLOC_ARENA_MAX": "1", "RES_OPTIONS": "timeout:1 attempts:1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    if settings.items() - os.environ.items():
+    settings = {**SETTINGS, "PYTHONPATH": os.pathsep.join(sys.path)}
+    if SETTINGS.items() - os.environ.items():
         os.execve(
             sys.executable, [sys.executable, "-m", "tests.stops.rehearsal", *sys.argv[1:]], {**os.environ, **settings}
         )

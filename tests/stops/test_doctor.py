@@ -47,7 +47,7 @@ from lightning_mfsdp.commands.doctor.storage import (
     tried_renames,
 )
 from tests.helpers.distributed import run_distributed
-from tests.lightning.test_launch import ROOT, environment
+from tests.lightning.test_launch import ROOT, environment, free_port, launch_together, slurm
 from tests.stops.test_networks import named, unable
 
 HOST_A = RankFacts(host="a", network="a", addresses=["127.0.0.1"], gpu="", facts={"torch": "2.13"}, findings=[])
@@ -274,6 +274,25 @@ def test_alone_it_prints_facts_and_what_to_do(
     assert "\n  unset it: the engine orders" in text
 
 
+def test_slurm_starts_it_on_all_ranks(tmp_path: Path) -> None:
+    options = ["--seconds", "0.01", "--storage", str(tmp_path / "storage")]
+    own = {"CUDA_LAUNCH_BLOCKING": "1", "MASTER_PORT": str(free_port())}
+    command = ["-m", "lightning_mfsdp", "doctor", *options]
+    first, second = launch_together(command, [slurm(task, 1) | own for task in range(2)], tmp_path, code=1)
+    assert_reported(first)
+    assert "on 1 host" not in second, "rank 0 prints alone"
+
+
+def assert_reported(text: str) -> None:
+    """On two ranks of one host, with a variable that is none for a run."""
+    assert text.count("on 1 host\n") == 1, text
+    assert "ranks  " in text
+    assert "all-gather in a host, gloo" in text
+    assert "MB/s of all hosts" in text
+    assert text.count("CUDA_LAUNCH_BLOCKING=1, with which the host waits") == 1, "once for all ranks"
+
+
+@pytest.mark.nightly
 def test_torchrun_starts_it_on_all_ranks(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     options = ["--seconds", "0.01", "--storage", str(tmp_path)]
@@ -283,11 +302,7 @@ def test_torchrun_starts_it_on_all_ranks(tmp_path: Path) -> None:
         env=variables, capture_output=True, text=True, timeout=250, cwd=ROOT,
     )  # fmt: skip
     output = done.stdout + done.stderr
-    assert done.stdout.count("on 1 host\n") == 1, output
-    assert "ranks  " in done.stdout
-    assert "all-gather in a host, gloo" in done.stdout
-    assert "MB/s of all hosts" in done.stdout
-    assert done.stdout.count("CUDA_LAUNCH_BLOCKING=1, with which the host waits") == 1, "once for all ranks"
+    assert_reported(done.stdout)
     assert done.returncode == 1, output
 
 

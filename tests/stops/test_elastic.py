@@ -109,6 +109,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, lis
     return {step: made[0] for step, made in every.items()}, torch.load(folder / "end.pt")
 
 
+@pytest.mark.nightly  # Lightning's launcher is on a push in tests/lightning/test_launch.py, "latest" in test_latest.py
 def test_the_script_runs_undisturbed_with_lightnings_own_launcher(undisturbed: Any) -> None:
     assert sorted(undisturbed[0]) == list(range(STEPS))
 

@@ -5,24 +5,29 @@ A node is a network namespace with a host name of its own. Nothing here is faste
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.forked import Forked
 from tests.lightning.test_launch import ROOT, environment
 from tests.stops.network_script import BATCHES, HOOKS
 
 SCRIPT = Path(__file__).with_name("network_script.py")
 ENDED_WITHIN_S = 90  # 15 where nothing else runs
 PORT = 29431
+CLONE_NEWNET, CLONE_NEWUTS = 0x40000000, 0x04000000
 
 
 def commanded(*words: str) -> str:
@@ -32,12 +37,21 @@ def commanded(*words: str) -> str:
     return done.stdout
 
 
+def enter(name: str, host: str) -> None:
+    """Move this process into a network namespace, under a host name of its own."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path("/run/netns", name).open() as namespace:
+        assert libc.setns(namespace.fileno(), CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
+    assert libc.unshare(CLONE_NEWUTS) == 0, os.strerror(ctypes.get_errno())
+    socket.sethostname(host)
+
+
 @dataclass
 class Nodes:
     """Two namespaces, the processes in them, and a third one between them that forwards what they send."""
 
     names: tuple[str, str, str]
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    processes: list[Forked | subprocess.Popen[bytes]] = field(default_factory=list)
 
     def up(self) -> None:
         between = self.names[2]
@@ -73,12 +87,10 @@ class Nodes:
                 NODE_RANK=str(node),
                 LOCAL_RANK=str(rank % 2),
                 GLOO_SOCKET_IFNAME=interface,
-                PYTHONUNBUFFERED="1",
             )
-            named = ["unshare", "--uts", "sh", "-c", f'hostname node{node}; exec "$@"', "sh"]
-            command = ["ip", "netns", "exec", self.names[node], *named, sys.executable, str(SCRIPT), str(folder), phase]
-            with (folder / f"output-{rank}").open("w") as output:
-                self.processes.append(subprocess.Popen(command, env=variables, stdout=output, stderr=output, cwd=ROOT))
+            command, output = [str(SCRIPT), str(folder), phase], folder / f"output-{rank}"
+            first = partial(enter, self.names[node], f"node{node}")
+            self.processes.append(Forked(command, variables, output, ROOT, first))
 
     def forward(self, forwards: bool) -> None:
         """Whether packets reach the other node; links stay up."""

@@ -1,17 +1,23 @@
-"""What 256 ranks exchange at start, in a save and in a load: on a push, with the program that measures 4,096."""
+"""What many ranks exchange at start, in a save and in a load, with the program that measures 4,096: 32 on a push, 256 at night."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.forked import run
+from tests.stops.rehearsal import SETTINGS
 
 
-def test_256_ranks_start_agree_save_and_load() -> None:
-    command = [sys.executable, "-m", "tests.stops.rehearsal", "256"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=540)
-    assert done.returncode == 0, done.stderr
-    measured = json.loads(done.stdout.splitlines()[-1])
+@pytest.mark.parametrize("ranks", [32, pytest.param(256, marks=pytest.mark.nightly)])
+def test_many_ranks_start_agree_save_and_load(ranks: int, tmp_path: Path) -> None:
+    command = ["-m", "tests.stops.rehearsal", str(ranks)]
+    code, output = run(command, {**os.environ, **SETTINGS}, tmp_path / "output", Path.cwd(), timeout=540)
+    assert code == 0, output
+    measured = json.loads(output.splitlines()[-1])
     # Of each of 32 units a rank has rows in three tensors; then its own state, and a number for each of 128 parameters.
-    assert measured["chunks"] == 256 * (32 * 3 + 1) + 128
-    assert measured["channel"]["told"] == 255
+    assert measured["chunks"] == ranks * (32 * 3 + 1) + 128
+    assert measured["channel"]["told"] == ranks - 1

@@ -107,7 +107,9 @@ def training(rank: int, world: int, folder: Path, where: str) -> None:
         note(folder, rank, [step, ARMED in printed(folder, rank)])
 
 
-@pytest.mark.parametrize("where", ["a save", "computes", "in C code", "a save in a SLURM job"])
+@pytest.mark.parametrize(
+    "where", ["a save", pytest.param("computes", marks=pytest.mark.nightly), "in C code", "a save in a SLURM job"]
+)
 def test_a_long_step_or_save_on_one_rank_is_ended_on_none(where: str) -> None:
     """Nor does SLURM's second SIGTERM end it, which comes when the GraceTime of a preempted job is over."""
     ends = run_faulty(training, 2, where)
@@ -177,7 +179,9 @@ def killed_in_a_save(rank: int, world: int, folder: Path, kind: str) -> None:
     fit(rank, world, folder, Classifier(), [saves], strategy=strategy)
 
 
-@pytest.mark.parametrize("kind", ["in directories", "in the background", "of one file"])
+@pytest.mark.parametrize(
+    "kind", ["in directories", pytest.param("in the background", marks=pytest.mark.nightly), "of one file"]
+)
 def test_a_save_ends_with_a_rank_that_is_lost_in_it_which_is_named(kind: str) -> None:
     """Its group waits without a time-out, and the test's others for longer than this helper."""
     ends = run_faulty(killed_in_a_save, 3, kind)
