@@ -15,7 +15,8 @@ _log = logging.getLogger(__name__)
 
 LOOPBACK = ["127.0.0.1"]
 _PROBED_S = 2  # the kernel probes a connection that was idle for so long, and again as long as no answer comes
-_PROBES = 3
+# Then it ends, after 12 to 14 s: under the Trainer and Fabric later than the channel of failures, which names the host (launch/relay.py).
+_PROBES = 6
 
 
 def network_of_host() -> tuple[str, ...]:

@@ -273,10 +273,9 @@ class Tree:
             raise
 
     def _broken(self, rank: int, error: OSError) -> CollectiveError:
-        what = (
-            f"waited {self._limit_s:g} s for rank {rank}" if isinstance(error, TimeoutError) and self._limit_s else ""
-        )
-        self.close(what or f"lost rank {rank}: {error}")
+        # The kernel's has a number, `settimeout`'s has none.
+        is_limit = isinstance(error, TimeoutError) and error.errno is None and self._limit_s
+        self.close(f"waited {self._limit_s:g} s for rank {rank}" if is_limit else f"lost rank {rank}: {error}")
         return CollectiveError(
             f"rank {self.rank} {self._problem}, in what ranks exchange to start, save or load. Look for the first error in the output of "
             "all ranks"
