@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 import subprocess
 import sys
 import time
@@ -37,9 +36,10 @@ from tests.fuzzing.refusals import MOST
 from tests.fuzzing.script import as_script
 from tests.fuzzing.shrinking import shrunk, smaller
 from tests.fuzzing.workers import Outcome, Workers
+from tests.helpers.nights import NIGHT
 from tests.mends import MENDS, without
 
-CASES = 100 if os.environ.get("MFSDP_NIGHTLY") == "1" else 16  # tests/nightly.sh draws for many minutes, too
+CASES = 100 if NIGHT else 16  # tests/nightly.sh draws for many minutes, too
 GUARD_S = 200.0  # on a machine that is busy with other things, fewer cases are run
 
 

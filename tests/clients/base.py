@@ -11,9 +11,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from tests.helpers.pairwise import NIGHTLY
+from tests.helpers.nights import NIGHT
 
-STEPS, EPOCHS = 20 if NIGHTLY else 8, 2
+STEPS, EPOCHS = 20 if NIGHT else 8, 2
 DIM = 12
 
 State = dict[str, Tensor]

@@ -17,13 +17,14 @@ from tests.clients.refused import REFUSED
 from tests.clients.runs import run_rows
 from tests.clients.table import CLIENTS, FACTORS, Row, by_day, every_row, pairs, read_rows
 from tests.helpers.distributed import RankError, run_distributed
+from tests.helpers.nights import NIGHT
 from tests.lightning.models import FOREIGN_WARNINGS
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in FOREIGN_WARNINGS]
 
 WHICH, _, ONE = os.environ.get("CLIENTS", "").partition(":")
 TABLE = read_rows()
-ROWS = TABLE if os.environ.get("MFSDP_NIGHTLY") == "1" else by_day(TABLE)
+ROWS = TABLE if NIGHT else by_day(TABLE)
 if WHICH == "all":
     ROWS = [row for row in every_row() if ONE in ("", row.client)]
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.nights import NIGHT
 from tests.helpers.pages import (
     BLOCKS,
     GPUS,
@@ -28,7 +29,6 @@ from tests.helpers.pages import (
 )
 from tests.helpers.programs import ProgramError, run_forked, run_plain
 
-NIGHTLY = os.environ.get("MFSDP_NIGHTLY") == "1"
 LANGUAGES = {"bash", "diff", "python", "text", "yaml"}
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 EXPECTED = (
@@ -51,7 +51,7 @@ def program(folder: Path, code: str) -> Path:
 
 
 def run(path: Path, *arguments: str) -> str:
-    if NIGHTLY:
+    if NIGHT:
         return run_plain(path, *arguments)
     return run_forked(path, *arguments, expected=EXPECTED)
 

@@ -23,9 +23,10 @@ from lightning_mfsdp.engine import (
     watch_backward,
 )
 from tests.engine.internals import unit_of
-from tests.engine.worlds import by_world, check, thinned
+from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, Chain, adamw, assert_same_weights, context, inputs, loss_of, weights
 from tests.helpers.hidden import Hidden
+from tests.helpers.nights import thinned
 from tests.helpers.pairwise import in_world, pairwise
 
 WIDE_GRADIENTS = MixedPrecisionPolicy(

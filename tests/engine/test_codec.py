@@ -44,8 +44,9 @@ from tests.engine.int8_codec import (
     scale_of,
 )
 from tests.engine.internals import WeightCodec, context_of
-from tests.engine.worlds import by_world, check, thinned
+from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES
+from tests.helpers.nights import thinned
 from tests.helpers.pairwise import in_turn, in_world, pairwise
 
 DIM, ROWS = 16, 12

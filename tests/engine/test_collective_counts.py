@@ -26,8 +26,9 @@ from lightning_mfsdp.engine import (
 )
 from tests.engine.cases import device_type
 from tests.engine.internals import unit_of
-from tests.engine.worlds import at_night, by_world, check, thinned
+from tests.engine.worlds import at_night, by_world, check
 from tests.helpers.chain import STRATEGIES, adamw, context
+from tests.helpers.nights import thinned
 from tests.helpers.pairwise import in_turn, pairwise
 
 ROWS = (48, 80, 112, 144)  # full and half length of every unit are unlike those of the others

@@ -30,7 +30,8 @@ from lightning_mfsdp.engine import (
     unshard_model,
 )
 from tests.engine.cases import device_type
-from tests.engine.worlds import by_world, check, thinned
+from tests.engine.worlds import by_world, check
+from tests.helpers.nights import thinned
 from tests.helpers.pairwise import in_turn
 
 SHARDINGS = ("no_shard", "optim", "optim_grads", "optim_grads_params")

@@ -11,8 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mfsdp.engine import fully_shard, gather_root, no_sync, watch_backward
-from tests.engine.worlds import by_world, check, thinned
+from tests.engine.worlds import by_world, check
 from tests.helpers.chain import adamw, context, inputs, loss_of, weights
+from tests.helpers.nights import thinned
 from tests.helpers.pairwise import in_world, pairwise
 
 WHOLE = ("no_shard", "optim", "optim_grads")

@@ -33,11 +33,12 @@ from lightning_mfsdp.engine.core.buffer import FlatBuffer
 from lightning_mfsdp.engine.core.storage import Slot
 from tests.engine.cases import device_type
 from tests.engine.internals import DirectWrites
-from tests.engine.worlds import by_world, check, thinned
+from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, inputs, loss_of, sharded_chain
 from tests.helpers.hidden import Hidden
 from tests.helpers.models import batch, build
 from tests.helpers.models import loss_of as decoder_loss
+from tests.helpers.nights import thinned
 from tests.helpers.pairwise import in_turn, pairwise
 
 DIRECT = MixedPrecisionPolicy(direct_weight_gradients=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -26,6 +25,7 @@ from lightning_mfsdp.engine.comm.gather_order import BACKWARD, REDUCTION, Gather
 from tests.engine.test_different_blocks import built
 from tests.helpers.chain import DIM, adamw, context, inputs, loss_of
 from tests.helpers.distributed import run_distributed
+from tests.helpers.nights import NIGHT
 
 PATIENCE_S = 20.0
 STEP = -1  # an optimizer steps
@@ -200,7 +200,7 @@ def drawn_programs(draw: Callable) -> list[list[int]]:
 
 
 # A rank that meets nobody waits a second.
-EXAMPLES = 60 if os.environ.get("MFSDP_NIGHTLY") == "1" else 20
+EXAMPLES = 60 if NIGHT else 20
 slow = settings(deadline=None, max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
 
 

@@ -32,9 +32,10 @@ from lightning_mfsdp.engine import (
 )
 from lightning_mfsdp.engine.core import gradients as reduced
 from tests.engine.cases import device_type
-from tests.engine.worlds import by_world, check, thinned
+from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, adamw, context, inputs, loss_of, plain_chain, sharded_chain, train
 from tests.helpers.hidden import Hidden
+from tests.helpers.nights import thinned
 from tests.helpers.pairwise import in_turn, pairwise
 
 

@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_mfsdp.engine import fully_shard, no_sync
 from lightning_mfsdp.engine.core.gradients import Sync
-from tests.engine.worlds import NIGHT, by_world, check, thinned
+from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, context
+from tests.helpers.nights import NIGHT, thinned
 
 SHAPES = ((5, 3), (1, 4), (7,))  # one rank has all of the second
 SEQUENCES = {1: 60, 2: 60, 4: 60} if NIGHT else {1: 6, 2: 4, 4: 3}  # by number of ranks

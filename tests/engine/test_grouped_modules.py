@@ -21,7 +21,7 @@ from lightning_mfsdp.engine import (
     watch_backward,
 )
 from tests.engine.internals import unit_of
-from tests.engine.worlds import by_world, check, thinned
+from tests.engine.worlds import by_world, check
 from tests.helpers.chain import (
     STRATEGIES,
     Chain,
@@ -35,6 +35,7 @@ from tests.helpers.chain import (
     train,
     weights,
 )
+from tests.helpers.nights import thinned
 from tests.helpers.pairwise import in_turn, in_world, pairwise
 
 BF16 = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)

@@ -25,7 +25,8 @@ from lightning_mfsdp.engine import (
     unshard,
 )
 from tests.engine.cases import device_type
-from tests.engine.worlds import at_night, by_world, check, thinned
+from tests.engine.worlds import at_night, by_world, check
+from tests.helpers.nights import thinned
 from tests.helpers.pairwise import in_turn, in_world
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")

@@ -16,7 +16,7 @@ from lightning_mfsdp.engine import around_backward, gather_root, no_sync, sharde
 from lightning_mfsdp.engine.comm.collectives import Axis
 from lightning_mfsdp.engine.core.context import Context
 from tests.engine.internals import unit_of
-from tests.engine.worlds import by_world, check, thinned
+from tests.engine.worlds import by_world, check
 from tests.helpers.chain import (
     STRATEGIES,
     Chain,
@@ -30,6 +30,7 @@ from tests.helpers.chain import (
     train,
     weights,
 )
+from tests.helpers.nights import thinned
 from tests.helpers.pairwise import in_turn, in_world, pairwise
 
 STORAGES = ("pooled", "dynamic")

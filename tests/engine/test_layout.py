@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_mfsdp.engine.layout.layout import Layout, Segment, padding_advice, plan_layout
-from tests.engine.worlds import thinned
+from tests.helpers.nights import thinned
 
 
 def load_padding_table() -> ModuleType:

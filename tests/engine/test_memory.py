@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from lightning_mfsdp.engine import MixedPrecisionPolicy, sharded_parameters, units
 from tests.engine.cases import device_type
 from tests.engine.internals import unit_of
-from tests.engine.worlds import by_world, check, thinned
+from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, adamw, context, inputs, loss_of, sharded_chain, train
+from tests.helpers.nights import thinned
 from tests.helpers.pairwise import in_turn, in_world, pairwise
 
 BF16 = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)

@@ -20,8 +20,9 @@ from lightning_mfsdp.engine import (
     refresh_weights,
     sharded_parameters,
 )
-from tests.engine.worlds import NIGHT, by_world, check, thinned
+from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, Chain, inputs, loss_of, plain_chain, sharded_chain, weights
+from tests.helpers.nights import NIGHT, thinned
 from tests.helpers.pairwise import in_turn, in_world, pairwise
 
 STEPS = 4 if NIGHT else 3

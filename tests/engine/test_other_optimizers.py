@@ -20,7 +20,7 @@ from lightning_mfsdp.engine import (
     fully_shard_optimizer,
     refresh_weights,
 )
-from tests.engine.worlds import NIGHT, at_night, by_world, check, thinned
+from tests.engine.worlds import at_night, by_world, check
 from tests.helpers.chain import (
     DOUBLE,
     STRATEGIES,
@@ -33,6 +33,7 @@ from tests.helpers.chain import (
     sharded_chain,
     weights,
 )
+from tests.helpers.nights import NIGHT, thinned
 from tests.helpers.other_optimizers import ADOPT, SOAP, Adan, LowBitAdam, Prodigy, Shampoo
 from tests.helpers.pairwise import in_turn, in_world, pairwise
 

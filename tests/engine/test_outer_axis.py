@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_mfsdp.engine import MixedPrecisionPolicy, no_sync, reduce_pending
-from tests.engine.worlds import by_world, check, thinned
+from tests.engine.worlds import by_world, check
 from tests.helpers.chain import (
     STRATEGIES,
     Chain,
@@ -29,6 +29,7 @@ from tests.helpers.chain import (
     sharded_chain,
     train,
 )
+from tests.helpers.nights import thinned
 from tests.helpers.pairwise import in_turn, pairwise
 
 OUTER, SHARD = 2, 2

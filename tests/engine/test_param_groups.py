@@ -24,8 +24,9 @@ from lightning_mfsdp import MFSDPPrecision
 from lightning_mfsdp.engine import ShardingError, fully_shard, fully_shard_optimizer, grad_norm, sharded_parameters
 from lightning_mfsdp.optim import Muon
 from tests.checkpoint.internals import full_optimizer_state
-from tests.engine.worlds import at_night, by_world, check, thinned
+from tests.engine.worlds import at_night, by_world, check
 from tests.helpers.chain import DOUBLE, STRATEGIES, double_chain, inputs, loss_of, plain_chain, sharded_chain, weights
+from tests.helpers.nights import thinned
 from tests.helpers.optimizer_state import state_of_rows
 from tests.helpers.pairwise import in_turn, in_world, pairwise
 

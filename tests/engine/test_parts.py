@@ -54,7 +54,8 @@ from tests.engine.parts import (
     whole,
 )
 from tests.engine.test_sharded_arithmetic import REDUCTIONS
-from tests.engine.worlds import by_world, check, thinned
+from tests.engine.worlds import by_world, check
+from tests.helpers.nights import thinned
 from tests.helpers.pairwise import in_turn, pairwise
 
 # What is computed of one parameter. Some are not for every shape.

@@ -55,8 +55,9 @@ from tests.engine.parts import (
     whole,
 )
 from tests.engine.test_state_dicts import shared_folder
-from tests.engine.worlds import NIGHT, by_world, check, thinned
+from tests.engine.worlds import by_world, check
 from tests.helpers.fused_adam import FusedAdam
+from tests.helpers.nights import NIGHT, thinned
 from tests.helpers.other_optimizers import Adan
 from tests.helpers.pairwise import in_turn, pairwise
 

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lightning_mfsdp.engine import MixedPrecisionPolicy, fully_shard, no_sync, sharded_parameters
 from tests.engine.internals import unit_of
-from tests.engine.worlds import by_world, check, thinned
+from tests.engine.worlds import by_world, check
 from tests.helpers.chain import (
     STRATEGIES,
     Chain,
@@ -23,6 +23,7 @@ from tests.helpers.chain import (
     sharded_chain,
     train,
 )
+from tests.helpers.nights import thinned
 from tests.helpers.pairwise import in_turn
 
 BF16 = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)

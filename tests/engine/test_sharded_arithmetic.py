@@ -11,8 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_mfsdp.engine import EngineStateError, MixedPrecisionPolicy, fully_shard, fully_shard_optimizer
 from tests.engine.cases import Problems, device_type
-from tests.engine.worlds import by_world, check, in_turns, thinned
+from tests.engine.worlds import by_world, check, in_turns
 from tests.helpers.chain import inputs, loss_of, sharded_chain
+from tests.helpers.nights import thinned
 
 # What elementwise operations make of a teacher's parameter `t` and a student's `s`, in place and out of place.
 WRITES = {

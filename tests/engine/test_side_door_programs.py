@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from tests.engine.side_door_programs import DIM, PROGRAMS, build, whole
-from tests.engine.worlds import NIGHT, at_night, by_world, check
+from tests.engine.worlds import at_night, by_world, check
+from tests.helpers.nights import NIGHT
 
 STEPS = 4 if NIGHT else 3
 AS_IN_PYTORCH = {"write_in_forward_after_use", "step_between_forward_and_backward", "activation_written"}  # it raises

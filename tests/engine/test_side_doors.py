@@ -30,10 +30,11 @@ from lightning_mfsdp.engine import (
     watch_backward,
 )
 from lightning_mfsdp.engine.core.versions import RESHARDED
-from tests.engine.worlds import NIGHT, at_night, by_world, check, thinned
+from tests.engine.worlds import at_night, by_world, check
 from tests.helpers.chain import context, weights
 from tests.helpers.distributed import RankError, run_distributed
 from tests.helpers.hidden import Hidden
+from tests.helpers.nights import NIGHT, thinned
 from tests.helpers.pairwise import in_turn, pairwise
 
 WIDTH, BLOCKS, ORDINARY, LAST = 6, 5, 3, 6

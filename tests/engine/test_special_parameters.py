@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_mfsdp.engine import fully_shard, fully_shard_optimizer, sharded_parameters, unshard
 from tests.engine import special_models as models
 from tests.engine.cases import Problems, run_cases
-from tests.engine.worlds import NIGHT
+from tests.helpers.nights import NIGHT
 from tests.helpers.pairwise import in_turn
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")

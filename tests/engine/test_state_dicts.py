@@ -33,7 +33,8 @@ from torch.distributed.tensor import DTensor, Shard
 from lightning_mfsdp.engine import EngineStateError, fully_shard, fully_shard_optimizer
 from lightning_mfsdp.optim import Muon
 from tests.engine.cases import device_type
-from tests.engine.worlds import NIGHT, at_night, by_world, check, in_turns, thinned
+from tests.engine.worlds import at_night, by_world, check, in_turns
+from tests.helpers.nights import NIGHT, thinned
 from tests.helpers.pairwise import in_turn, pairwise
 
 SHARDINGS = ("no_shard", "optim", "optim_grads", "optim_grads_params")

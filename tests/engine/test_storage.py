@@ -13,7 +13,7 @@ from torch import nn
 from lightning_mfsdp.engine import MixedPrecisionPolicy, fully_shard, no_sync
 from lightning_mfsdp.engine.core.storage import color
 from tests.engine.internals import unit_of
-from tests.engine.worlds import NIGHT, by_world, check, thinned
+from tests.engine.worlds import by_world, check
 from tests.helpers.chain import (
     DIM,
     STRATEGIES,
@@ -26,6 +26,7 @@ from tests.helpers.chain import (
     sharded_chain,
     train,
 )
+from tests.helpers.nights import NIGHT, thinned
 from tests.helpers.pairwise import in_turn
 
 # -- coloring -------------------------------------------------------------------------------------------------------------------------

@@ -28,8 +28,9 @@ from lightning_mfsdp.engine.api.units import fully_shard_units
 from lightning_mfsdp.engine.core.gradients import Sync
 from tests.engine.cases import Problems
 from tests.engine.packed import Adapted
-from tests.engine.worlds import by_world, check, thinned
+from tests.engine.worlds import by_world, check
 from tests.helpers.chain import context
+from tests.helpers.nights import thinned
 from tests.helpers.pairwise import pairwise
 
 DIM, ROWS = 6, 12

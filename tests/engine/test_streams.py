@@ -25,8 +25,8 @@ from lightning_mfsdp.engine import MixedPrecisionPolicy, clip_grad_norm_, no_syn
 from tests.engine import test_codec as quantized
 from tests.engine.int8_codec import Int8Codec
 from tests.engine.internals import streamed_step
-from tests.engine.worlds import thinned
 from tests.helpers.chain import STRATEGIES, adamw, inputs, loss_of, sharded_chain, train
+from tests.helpers.nights import thinned
 from tests.helpers.stream_checker import STEP, CheckedStreams, Checker, checked_streams, place_of
 
 RANKS = 4

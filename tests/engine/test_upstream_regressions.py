@@ -31,8 +31,8 @@ from lightning_mfsdp.engine import (
 from lightning_mfsdp.engine.core.parameter import ShardedParameter
 from lightning_mfsdp.engine.layout.layout import plan_layout
 from tests.engine.cases import Problems, device_type, run_cases
-from tests.engine.worlds import NIGHT
 from tests.helpers.models import Decoder, batch, build, loss_of
+from tests.helpers.nights import NIGHT
 from tests.helpers.pairwise import in_turn
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
 from tests.engine.cases import Case, run_cases
+from tests.helpers.nights import NIGHT
 
-__all__ = ["NIGHT", "at_night", "by_world", "check", "in_turns", "thinned"]
+__all__ = ["at_night", "by_world", "check", "in_turns"]
 
 Worlds = Mapping[int, Sequence[Case]]
-Row = TypeVar("Row")
-NIGHT = os.environ.get("MFSDP_NIGHTLY") == "1"
 
 
 def in_turns(sizes: Sequence[int], cases: Sequence[Case]) -> dict[int, Sequence[Case]]:
@@ -28,24 +26,6 @@ def in_turns(sizes: Sequence[int], cases: Sequence[Case]) -> dict[int, Sequence[
 def at_night(worlds: dict[int, Sequence[Case]]) -> dict[int, Sequence[Case]]:
     """Numbers of ranks that come to what others come to on a push."""
     return worlds if NIGHT else {}
-
-
-def thinned(rows: Iterable[Row], every: int) -> list[Row]:
-    """The first of so many rows and the first of the next ones; of tuples also those with a value that these lack. At night all."""
-    rows = list(rows)
-    if NIGHT:
-        return rows
-    chosen = set(range(0, len(rows), every))
-    seen = {value for number in chosen for value in _values(rows[number])}
-    for number, row in enumerate(rows):
-        if not _values(row) <= seen:
-            chosen.add(number)
-            seen |= _values(row)
-    return [rows[number] for number in sorted(chosen)]
-
-
-def _values(row: Any) -> set[tuple[int, str]]:
-    return {(place, repr(value)) for place, value in enumerate(row)} if isinstance(row, tuple) else set()
 
 
 def by_world(worlds: Worlds) -> Any:

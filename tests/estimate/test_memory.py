@@ -20,7 +20,7 @@ from lightning_mfsdp.estimate import Rehearsal, batch_of, lightning_subject, reh
 from lightning_mfsdp.options.strategy_options import TrainerOptions
 from tests.estimate.models import BATCH, Causal, batches, write_config
 from tests.helpers.distributed import run_distributed
-from tests.helpers.pairwise import NIGHTLY
+from tests.helpers.nights import NIGHT
 from tests.lightning.models import FOREIGN_WARNINGS, make_trainer, strict_warnings
 
 CLASS = "tests.estimate.models:Causal"
@@ -129,7 +129,7 @@ def test_the_estimate_is_what_two_ranks_hold_to_the_byte(tmp_path: Path, case: s
     )
     subject = lightning_subject(CLASS, {"optimizer": optimizer}, batch=BATCH)
     for rank, (most, peak) in enumerate(ranks):
-        if rank != list(CASES).index(case) % 2 and not NIGHTLY:
+        if rank != list(CASES).index(case) % 2 and not NIGHT:
             continue  # on a push each case is estimated for one rank, the next one for the other
         run = Rehearsal(ranks=2, rank=rank, precision=precision, options=TrainerOptions(**options))
         estimate = rehearse(subject, run)

@@ -22,6 +22,7 @@ from examples import grpo_logprobs, plain_loop
 from examples.lightning_decoder import LightningDecoder, TextDataModule
 from lightning_mfsdp import MFSDPStrategy, unshard
 from tests.helpers.distributed import run_distributed
+from tests.helpers.nights import NIGHT
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "examples/configs").glob("*.yaml"))
@@ -84,7 +85,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Folder and output of a short run in two phases; at night by processes that the script starts."""
     folder = tmp_path_factory.mktemp("pretrain")
     call = ("pretrain.py", *SHORT, "--output", "out")
-    if os.environ.get("MFSDP_NIGHTLY") == "1":
+    if NIGHT:
         return folder / "out", run_script(*call, folder=folder)
     return folder / "out", run_on_two_ranks(call, folder=folder)[0]
 

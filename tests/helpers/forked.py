@@ -39,6 +39,11 @@ class Forked:
         self._process = forking().Process(target=_main, args=arguments)  # no daemon: a program may start processes
         self._process.start()
 
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
     def poll(self) -> int | None:
         code: int | None = self._process.exitcode
         return code

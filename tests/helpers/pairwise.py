@@ -10,7 +10,6 @@ from itertools import combinations, product
 from typing import Any
 
 SEED = 3
-NIGHTLY = os.environ.get("MFSDP_NIGHTLY") == "1"
 
 
 def pairwise(

@@ -6,17 +6,17 @@
 from __future__ import annotations
 
 import os
-import runpy
 import signal
 import socket
 import subprocess
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.lasting_ranks import forking
-from tests.helpers.pairwise import NIGHTLY
+from tests.helpers.forked import Forked
+from tests.helpers.nights import NIGHT
 
 TIMEOUT_S = 120
 # What tells a process that somebody launched it as a rank; a training in the process of the tests leaves it behind.
@@ -43,14 +43,14 @@ def run_forked(program: Path, *arguments: str, expected: tuple[str, ...] = (), t
         ProgramError: It fails, or takes longer.
     """
     output = program.with_suffix(".out")
-    # Not a daemon: a program may start processes.
-    process = forking().Process(target=_main, args=(program, arguments, expected, _environment(), output))
-    process.start()
-    process.join(timeout_s)
-    code = process.exitcode
-    if code is None:
+    first = partial(_strictly, expected)
+    process = Forked([str(program), *arguments], _environment(), output, program.parent, first)
+    try:
+        code: int | None = process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        code = None
         _kill(process.pid)
-        process.join()
+        process.wait()
     return _judge(program, code, output.read_text() if output.exists() else "")
 
 
@@ -73,7 +73,7 @@ def run_as_if_first(folder: Path, code: str) -> str:
     """
     program = folder / "first_import.py"
     program.write_text(AS_IF_FIRST + code)
-    return run_plain(program) if NIGHTLY else run_forked(program)
+    return run_plain(program) if NIGHT else run_forked(program)
 
 
 def run_plain(program: Path, *arguments: str, timeout_s: float = TIMEOUT_S, gpus: bool = False) -> str:
@@ -121,24 +121,14 @@ def _kill(pid: int | None) -> None:
         return
 
 
-def _main(
-    program: Path, arguments: tuple[str, ...], expected: tuple[str, ...], environment: dict[str, str], output: Path
-) -> None:
+def _strictly(expected: tuple[str, ...]) -> None:
+    """In a session of its own, with warnings as errors but `expected` ones, and without a network."""
     os.setsid()
-    with output.open("wb") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(program.parent)
-    sys.argv = [str(program), *arguments]
-    sys.path.insert(0, str(program.parent))
     warnings.resetwarnings()
     warnings.simplefilter("error")
     for message in (*FOREIGN_WARNINGS, *expected):
         warnings.filterwarnings("ignore", message=message)
     sys.addaudithook(_refuse_network)
-    runpy.run_path(str(program), run_name="__main__")
 
 
 def _refuse_network(event: str, arguments: tuple[Any, ...]) -> None:

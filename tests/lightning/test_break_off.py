@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.lasting_ranks import forking
+from tests.helpers.nights import NIGHT
 from tests.lightning.test_launch import ROOT, environment
 
 PROGRAM = """
@@ -143,7 +144,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], 
     At night each is run by a Python of its own, which imports everything anew.
     """
     folder = tmp_path_factory.mktemp("said")
-    if os.environ.get("MFSDP_NIGHTLY") == "1":
+    if NIGHT:
         return {arguments: by_a_python_of_its_own(arguments) for arguments in (*ENDED, *GOING_ON)}
     started = {}
     for number, arguments in enumerate((*ENDED, *GOING_ON)):

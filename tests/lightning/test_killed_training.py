@@ -13,14 +13,14 @@ import pytest
 
 from lightning_mfsdp.checkpoint.io.local import part_of
 from tests.helpers.forked import run
+from tests.helpers.nights import NIGHT
 
 ROOT = Path(__file__).resolve().parents[2]
-NIGHTLY = os.environ.get("MFSDP_NIGHTLY") == "1"
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("mode", "kills"), [pytest.param("sync", 25, marks=pytest.mark.nightly), ("async", 25 if NIGHTLY else 2)]
+    ("mode", "kills"), [pytest.param("sync", 25, marks=pytest.mark.nightly), ("async", 25 if NIGHT else 2)]
 )
 def test_a_killed_training_leaves_the_last_checkpoint_it_finished_or_the_one_after(
     mode: str, kills: int, tmp_path: Path
@@ -39,7 +39,7 @@ def test_a_killed_training_leaves_the_last_checkpoint_it_finished_or_the_one_aft
     whole = [found for found in beside if isinstance(found[0], float)]
     assert all(len(found) == 1 for found in whole), "killed before or after it took its place, and whole"
     broken = [found for found in beside if found not in whole]
-    assert broken or not NIGHTLY, "some were killed in the middle of a save"
+    assert broken or not NIGHT, "some were killed in the middle of a save"
     for found in broken:  # both ranks say the same, or each what it has seen
         refusals = ("the directory has no such file", "so nothing was read", "meta.pt cannot be read, so nothing was")
         assert all(any(refusal in said for refusal in refusals) for said in found), found

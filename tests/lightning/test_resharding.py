@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,10 @@ from torch.distributed.tensor import DTensor
 from lightning_mfsdp import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer, sharded_parameters, unshard
 from tests.checkpoint.internals import ParameterIndex, Ranks, lightning_io, locate
 from tests.helpers.distributed import run_distributed
+from tests.helpers.nights import NIGHT
 
 MAX_WORLD = 4
-EVERY = 1 if os.environ.get("MFSDP_NIGHTLY") == "1" else 10  # the next layout begins one checkpoint later
+EVERY = 1 if NIGHT else 10  # the next layout begins one checkpoint later
 BF16 = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
 
 

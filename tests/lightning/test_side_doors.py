@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Mapping
 from functools import cache
@@ -19,11 +18,12 @@ from lightning_mfsdp import MFSDPStrategy
 from lightning_mfsdp.engine import EngineStateError
 from lightning_mfsdp.recompute import Recompute
 from tests.engine.worlds import at_night, by_world, check
+from tests.helpers.nights import NIGHT
 from tests.helpers.pairwise import pairwise
 from tests.lightning.models import CLASSES, DIM, Classifier, loader, make_trainer, seeded, strict_warnings
 
 ORDINARY, STEPS = 2, 4
-OPTIMIZERS, NIGHTLY = ("sgd", "adamw"), os.environ.get("MFSDP_NIGHTLY") == "1"
+OPTIMIZERS = ("sgd", "adamw")
 SHARDINGS = ("optim_grads", "optim", "no_shard", "optim_grads_params")
 
 
@@ -165,15 +165,15 @@ def compare(kinds: tuple[type[Base], ...], rank: int, world: int) -> None:
     strict_warnings()
     for kind in kinds:
         number = (ALONE + RIGHT).index(kind)
-        for optimizer in OPTIMIZERS if NIGHTLY else OPTIMIZERS[number % 2 :][:1]:
+        for optimizer in OPTIMIZERS if NIGHT else OPTIMIZERS[number % 2 :][:1]:
             comparison = Comparison(kind, optimizer, rank, world)
             # What is kept of blocks whose weights stay gathered: tests/engine/test_side_doors.py.
-            for sharding in SHARDINGS if NIGHTLY else SHARDINGS[-1:]:
+            for sharding in SHARDINGS if NIGHT else SHARDINGS[-1:]:
                 comparison.check(sharding=sharding)
             if kind in ALONE:
-                comparison.check(side_doors="raise", reshard_after_forward=False, mixed=NIGHTLY)
+                comparison.check(side_doors="raise", reshard_after_forward=False, mixed=NIGHT)
             if kind in ALONE and kind is not Slope:  # autograd.grad of what is recomputed is PyTorch's own limit
-                comparison.check(side_doors="raise", recompute=Recompute(), mixed=NIGHTLY)
+                comparison.check(side_doors="raise", recompute=Recompute(), mixed=NIGHT)
 
 
 def a_layer_before_the_root_equals_ddp(rank: int, world: int) -> None:
@@ -181,7 +181,7 @@ def a_layer_before_the_root_equals_ddp(rank: int, world: int) -> None:
 
 
 def a_parameter_before_the_root_equals_ddp(rank: int, world: int) -> None:
-    compare((Parameter, Time) if NIGHTLY else (Time,), rank, world)  # which uses a parameter as well
+    compare((Parameter, Time) if NIGHT else (Time,), rank, world)  # which uses a parameter as well
 
 
 def terms_beside_the_loss_equal_ddp(rank: int, world: int) -> None:

@@ -15,13 +15,13 @@ from torch.utils.data import DataLoader
 from lightning_mfsdp import MFSDPStrategy, fully_shard
 from lightning_mfsdp.moe import expert_parallel
 from tests.helpers.distributed import run_distributed
-from tests.helpers.pairwise import NIGHTLY
+from tests.helpers.nights import NIGHT
 from tests.lightning.models import FOREIGN_WARNINGS, full_state, make_trainer, strict_warnings
 from tests.moe.models import batch, build, loss_of
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in FOREIGN_WARNINGS]
-WORLD = 4 if NIGHTLY else 2
-SAVED = (("sharded", 2), ("full", 4 if NIGHTLY else 1))
+WORLD = 4 if NIGHT else 2
+SAVED = (("sharded", 2), ("full", 4 if NIGHT else 1))
 
 
 class Trained(LightningModule):
@@ -85,7 +85,7 @@ def save(rank: int, world: int, folder: str) -> dict[str, Tensor]:
 
 def resume(rank: int, world: int, folder: str) -> list[dict[str, Tensor]]:
     strict_warnings()
-    if NIGHTLY:
+    if NIGHT:
         kinds = [(kind, ep) for kind in ("sharded", "full") for ep in ((1, 2, 4) if world == WORLD else (1,))]
     else:
         kinds = [("sharded", 1), ("full", 2)] if world == WORLD else [("sharded", 1)]
@@ -97,7 +97,7 @@ def test_a_checkpoint_is_continued_with_experts_divided_otherwise(tmp_path: Path
     whole = torch.load(tmp_path / "full.ckpt", weights_only=True)["state_dict"]
     assert whole["model.blocks.0.experts.weight_in"].shape == (8, 24, 8)
     found = run_distributed(resume, WORLD, str(tmp_path))[0] + run_distributed(resume, 1, str(tmp_path))[0]
-    assert len(found) == (8 if NIGHTLY else 3)
+    assert len(found) == (8 if NIGHT else 3)
     assert expected["blocks.0.router.bias"].any()
     for state in found:
         assert state.keys() == expected.keys()

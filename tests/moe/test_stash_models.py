@@ -15,7 +15,7 @@ from lightning_mfsdp import fully_shard
 from lightning_mfsdp.callbacks import PagedStash
 from lightning_mfsdp.moe import OrdinarySaver, enable_grouped_experts, expert_parallel
 from tests.helpers.distributed import run_distributed
-from tests.helpers.pairwise import NIGHTLY
+from tests.helpers.nights import NIGHT
 from tests.lightning.models import FOREIGN_WARNINGS, full_state, make_trainer, strict_warnings
 from tests.moe.models import batch, build, loss_of, meshes
 from tests.moe.test_huggingface import built, transformers
@@ -99,8 +99,8 @@ def outcomes(rank: int, world: int) -> list[Any]:
     strict_warnings()
     wrong, counts, told = [], [], []
     for options, reference, modes in (
-        ({"capacity_factor": 1.5}, {}, ("keep", "skip", "rerun") if NIGHTLY else ("keep", "rerun")),
-        *([({"capacity_factor": 1.5, "over_capacity": "drop"}, None, ("keep",))] if NIGHTLY else []),
+        ({"capacity_factor": 1.5}, {}, ("keep", "skip", "rerun") if NIGHT else ("keep", "rerun")),
+        *([({"capacity_factor": 1.5, "over_capacity": "drop"}, None, ("keep",))] if NIGHT else []),
         ({"dispatcher": "all_to_all"}, None, ("keep",)),
     ):
         plain = fit(rank, world, None, **(options if reference is None else reference))

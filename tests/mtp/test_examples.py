@@ -22,7 +22,7 @@ from examples.multi_token import MultiTokenDecoder, MultiTokenOptions
 from lightning_mfsdp import MFSDPStrategy, units
 from tests.examples.test_scripts import curve
 from tests.helpers.distributed import run_distributed
-from tests.helpers.pairwise import NIGHTLY
+from tests.helpers.nights import NIGHT
 from tests.lightning.models import full_state, make_trainer, strict_warnings
 
 CONFIG = DecoderConfig(dim=32, layers=2, heads=2, kv_heads=1, ffn=48, vocab=256, seq=16, tie_head=True)
@@ -75,7 +75,7 @@ def runs(rank: int, world: int, folder: str) -> dict[str, Any]:
     for name, recompute, meta, options in (
         ("kept", False, False, {}),
         ("again", True, False, {}),
-        *([("compiled", True, False, compiled)] if NIGHTLY else []),
+        *([("compiled", True, False, compiled)] if NIGHT else []),
         ("from meta", True, True, {}),
     ):
         module, trainer = fit(world, recompute, meta, **options)
@@ -98,7 +98,7 @@ def test_losses_and_weights_are_the_same_to_the_bit_with_and_without_recompute(r
         again, same = found["again"]
         assert torch.equal(losses, again)
         assert all(torch.equal(value, same[name]) for name, value in weights.items())
-        if NIGHTLY:
+        if NIGHT:
             torch.testing.assert_close(found["compiled"][0], losses)  # without a graph break
         assert losses[-1, 1] < losses[0, 1]
         # At the start every token costs about the same, and the predictor adds half of that.

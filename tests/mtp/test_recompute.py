@@ -12,7 +12,7 @@ from lightning_mfsdp import fully_shard_optimizer, fully_shard_units
 from lightning_mfsdp.mtp import MultiTokenPredictor
 from lightning_mfsdp.recompute import Recompute, apply_recompute
 from tests.engine.worlds import by_world, check
-from tests.helpers.pairwise import NIGHTLY
+from tests.helpers.nights import NIGHT
 from tests.mtp.models import DIM, VOCAB, CausalLayer, build
 from tests.mtp.test_predictor import counted_calls
 from tests.mtp.test_sharded import STEPS, automatic, steps
@@ -23,7 +23,7 @@ def any_number_of_layers_covers_a_predictor_by_both_methods_and_changes_no_bit(r
     few = (every[0], ("uniform", 2), ("block", 1))
     for depth, shared in ((1, False), (2, False), (2, True)):
         expected = None
-        for method, number in every if NIGHTLY or (not shared and depth == 2) else few:
+        for method, number in every if NIGHT or (not shared and depth == 2) else few:
             model = build(depth=depth, shared=shared, dropout=0.2)
             names = apply_recompute(model, Recompute(method=method, num_layers=number))
             calls = counted_calls(model)

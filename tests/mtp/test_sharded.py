@@ -19,7 +19,7 @@ from lightning_mfsdp import (
 from lightning_mfsdp.options.unit_selection import join_blocks
 from tests.engine.internals import context_of
 from tests.engine.worlds import by_world, check
-from tests.helpers.pairwise import NIGHTLY
+from tests.helpers.nights import NIGHT
 from tests.mtp.models import Model, batch, build
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -92,7 +92,7 @@ def every_strategy_trains_as_one_process_and_recompute_changes_no_bit(rank, worl
     for number, (tied, shared, choose) in enumerate(KINDS):
         options = {"tied": tied, "shared": shared, "depth": 2}
         expected = plainly(world, **options)
-        for sharding in STRATEGIES if NIGHTLY else ON_A_PUSH[number]:
+        for sharding in STRATEGIES if NIGHT else ON_A_PUSH[number]:
             (losses, weights, _), (again, same, _) = (
                 trained(rank, world, choose, sharding=sharding, recompute=recompute, **options)
                 for recompute in (False, True)
@@ -108,7 +108,7 @@ def every_strategy_trains_as_one_process_and_recompute_changes_no_bit(rank, worl
 
 
 def dropout_and_bfloat16_come_out_the_same_when_computed_again(rank, world):
-    rows = product((None, BF16), (False, True)) if NIGHTLY else ((None, True), (BF16, False))
+    rows = product((None, BF16), (False, True)) if NIGHT else ((None, True), (BF16, False))
     for policy, shared in rows:
         options = {"policy": policy, "depth": 2, "shared": shared, "dropout": 0.3}
         found = [trained(rank, world, automatic, recompute=recompute, **options) for recompute in (False, True)]

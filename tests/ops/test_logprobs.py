@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mfsdp.ops import chunked_logprobs, linear, linear_logprobs, tiles
-from tests.helpers.pairwise import NIGHTLY
+from tests.helpers.nights import NIGHT
 from tests.ops.reference import IGNORED, LARGE, eager_logits, eager_logprobs, large_logits, problem
 
 T, H, V = 11, 5, 13
@@ -38,9 +38,9 @@ def assert_same_gradients(results: tuple[Tensor, ...], expected: tuple[Tensor, .
 
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_gradients_of_both_results_are_right_in_every_direction(chunk: int) -> None:
-    tokens = T if chunk > 1 or NIGHTLY else 4
+    tokens = T if chunk > 1 or NIGHT else 4
     hidden, weight, bias, target = problem(tokens, H, V)
-    for temperature, softcap in SHAPINGS if chunk > 1 or NIGHTLY else SHAPINGS[1:]:
+    for temperature, softcap in SHAPINGS if chunk > 1 or NIGHT else SHAPINGS[1:]:
         options = {"temperature": temperature, "softcap": softcap, "token_chunk": chunk, "return_entropy": True}
         assert torch.autograd.gradcheck(
             lambda *inputs, options=options: linear_logprobs(*inputs[:2], target, bias=inputs[2], **options),

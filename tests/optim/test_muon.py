@@ -32,7 +32,8 @@ from tests.checkpoint.internals import (
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, sharded_chain, weights
 from tests.helpers.models import batch, build, loss_of
-from tests.helpers.pairwise import NIGHTLY, in_turn
+from tests.helpers.nights import NIGHT
+from tests.helpers.pairwise import in_turn
 
 # Rows that no number of ranks divides, fewer rows than ranks, a single number, wide, tall and square ones.
 SHAPES = ((7, 3), (2, 9), (1, 1), (16, 5), (5, 16), (6, 6))
@@ -135,7 +136,7 @@ def placements(world: int) -> Iterator[tuple[str, dict[str, Any]]]:
         for number, (names, shape) in enumerate(layouts):
             mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
             combinations = tuple(product(("optim", "optim_grads_params"), ("no_shard", "optim")))
-            for sharding, outer in combinations if NIGHTLY else combinations[-1 - number :][:1]:
+            for sharding, outer in combinations if NIGHT else combinations[-1 - number :][:1]:
                 yield (
                     f"{names} {shape} {sharding} {outer}",
                     {"mesh": mesh, "sharding": sharding, "outer_sharding": outer},

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_mfsdp import Recompute, apply_recompute
 from lightning_mfsdp.te import Fp8Compute, Fp8Options
 from tests.helpers.distributed import run_distributed
-from tests.helpers.pairwise import NIGHTLY
+from tests.helpers.nights import NIGHT
 from tests.lightning.models import full_state, seeded, strict_warnings
 from tests.te import fake_engine
 from tests.te.test_training import ROWS, Net, data, fp8, kinds, scales, trainer_for
@@ -48,7 +48,7 @@ def runs(rank: int, world: int) -> dict[str, Any]:
             plain = trained(rank, world, None, recipe, **around)
             assert not fake_engine.checkpoints
             for kind, config in configs.items():
-                if not NIGHTLY and kind not in FEW[name]:
+                if not NIGHT and kind not in FEW[name]:
                     continue
                 if (name, kind) == ("delayed", "pairs"):
                     with pytest.raises(RuntimeError, match="keeps the scales of one region at a time"):
@@ -72,7 +72,7 @@ def runs(rank: int, world: int) -> dict[str, Any]:
 def test_runs_are_equal_to_the_bit_whatever_the_recipe() -> None:
     """Delayed scaling would see later scales in anything but the library's own checkpoint."""
     for found in run_distributed(runs, 2):
-        assert len(found["states"]) == (11 if NIGHTLY else 4)
+        assert len(found["states"]) == (11 if NIGHT else 4)
         for case, (state, expected) in found["states"].items():
             assert state.keys() == expected.keys()
             for key, value in expected.items():

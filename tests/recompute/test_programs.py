@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mfsdp.recompute import Recompute, apply_recompute
-from tests.helpers.pairwise import NIGHTLY
+from tests.helpers.nights import NIGHT
 from tests.recompute.models import batch, build, equal, loss_of
 
 
@@ -59,7 +59,7 @@ def test_a_compiler_that_looks_into_a_model_computes_again_what_it_should() -> N
         Recompute(),
         Recompute(method="selective", modules=["*.up", "*.down"]),
     )
-    for config in configs if NIGHTLY else configs[:2]:
+    for config in configs if NIGHT else configs[:2]:
         found = []
         for compiled in (False, True):
             model = build().eval()

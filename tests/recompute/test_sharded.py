@@ -19,7 +19,8 @@ from tests.engine.int8_codec import Int8Codec
 from tests.engine.internals import unit_of
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, adamw, assert_same_weights, context
-from tests.helpers.pairwise import NIGHTLY, in_turn
+from tests.helpers.nights import NIGHT
+from tests.helpers.pairwise import in_turn
 from tests.moe import models as mixtures
 from tests.recompute.models import Stack, batch, build, loss_of
 
@@ -67,12 +68,12 @@ def train(model: Stack, rank: int, steps: int = 2, microbatches: int = 1) -> tor
 
 
 def every_method_is_bit_equal(rank, world):
-    rows = product(STRATEGIES, (None, BF16)) if NIGHTLY else ((STRATEGIES[0], BF16), (STRATEGIES[-1], None))
+    rows = product(STRATEGIES, (None, BF16)) if NIGHT else ((STRATEGIES[0], BF16), (STRATEGIES[-1], None))
     for sharding, policy in rows:
         options = {"sharding": sharding, "policy": policy}
         plain = sharded(None, **options)
         every = sharding == STRATEGIES[-1]
-        microbatches = 1 if every and not NIGHTLY else 2
+        microbatches = 1 if every and not NIGHT else 2
         losses = train(plain, rank, microbatches=microbatches)
         chosen = CONFIGS if every else {name: CONFIGS[name] for name in FEW}
         for name, config in chosen.items():
@@ -83,7 +84,7 @@ def every_method_is_bit_equal(rank, world):
 
 def a_unit_is_gathered_once_in_forward_and_once_in_backward(rank, world):
     """What backward needs first never left. Regions inside of a unit and regions of several units alike."""
-    for name in ("none", *(CONFIGS if NIGHTLY else OF_EACH_KIND)):
+    for name in ("none", *(CONFIGS if NIGHT else OF_EACH_KIND)):
         model = sharded(CONFIGS[name] if name in CONFIGS else Recompute(method="none"))
         train(model, rank, steps=2)
         shared = context(model)
@@ -103,7 +104,7 @@ def units_of_several_layers(rank, world):
     """Grouped modules: regions inside make no other gathers than none, in numbers and to the bit."""
     plain = sharded(None, together=2)
     losses = train(plain, rank)
-    for name in CONFIGS if NIGHTLY else OF_EACH_KIND:
+    for name in CONFIGS if NIGHT else OF_EACH_KIND:
         model = sharded(CONFIGS[name], together=2)
         assert torch.equal(train(model, rank), losses), name
         assert_same_weights(model, plain, name)
@@ -268,7 +269,7 @@ def train_frozen(model: nn.Module, rank: int) -> torch.Tensor:
 def a_mesh_of_two_axes(rank, world):
     """Whole weights on each node, and optimizer state that is also split over nodes."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
-    for number, outer_sharding in enumerate(("no_shard", "optim") if NIGHTLY else ("optim",)):
+    for number, outer_sharding in enumerate(("no_shard", "optim") if NIGHT else ("optim",)):
         options = {"mesh": mesh, "outer_sharding": outer_sharding, "policy": BF16}
         plain = sharded(None, **options)
         losses = train(plain, rank, microbatches=2)

@@ -25,7 +25,7 @@ from lightning_mfsdp.options.compilation import compile_units
 from lightning_mfsdp.recompute import as_recompute, plan_recompute, recomputed, record_step, remove_recompute
 from tests.engine.worlds import at_night, by_world, check
 from tests.helpers.chain import DOUBLE, STRATEGIES, context
-from tests.helpers.pairwise import NIGHTLY
+from tests.helpers.nights import NIGHT
 from tests.recompute.counting import CountedMemory, Counting
 from tests.recompute.models import equal
 
@@ -502,7 +502,7 @@ def every_strategy_and_method(rank: int, world: int) -> None:
         "mixed": MixedPrecisionPolicy(**wide, compute_dtype=torch.bfloat16),
     }
     few = (("optim_grads_params", "double"), ("optim_grads", "direct"), ("optim_grads_params", "mixed"))
-    for number, (sharding, policy) in enumerate(product(STRATEGIES, policies) if NIGHTLY else few):
+    for number, (sharding, policy) in enumerate(product(STRATEGIES, policies) if NIGHT else few):
         unit = ("block", "mlp")[number % 2]
         options = {"sharding": sharding, "policy": policies[policy], "unit": unit}
         by_hand = train(sharded(None, pieces=TILES, **options), rank)

@@ -19,7 +19,7 @@ from lightning_mfsdp.callbacks import ActivationRecompute
 from lightning_mfsdp.recompute import plan_recompute, recomputed, record_step
 from tests.fabric.loops import batches, launched, train, whole
 from tests.helpers.distributed import run_distributed
-from tests.helpers.pairwise import NIGHTLY
+from tests.helpers.nights import NIGHT
 from tests.lightning.models import Classifier, TinyData, full_state, loader, make_trainer, seeded, strict_warnings
 
 LAYERS = ["blocks.0", "blocks.1"]
@@ -94,7 +94,7 @@ def compiled(rank: int, world: int) -> list[bool]:
     expected = full_state(fit(seeded(), world, rank))
     equal = []
     configs = (Recompute(), Recompute(num_layers=2), Recompute(method="selective", save_ops=["matmul"]))
-    for config in configs if NIGHTLY else configs[1:]:
+    for config in configs if NIGHT else configs[1:]:
         torch.compiler.reset()
         graphs.clear()
         backend = "aot_eager" if config.save_ops else counting
@@ -146,7 +146,7 @@ def test_every_front_door_leads_to_the_same_numbers() -> None:
             "none": ([], True),
             "a model that is sharded already": (LAYERS, True),
             "another choice the second time": (LAYERS[:1], True),
-            "compiled": [True] * (6 if NIGHTLY else 4),
+            "compiled": [True] * (6 if NIGHT else 4),
             "fabric": (LAYERS, True),
             "planned": 1,
         }

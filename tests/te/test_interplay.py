@@ -14,7 +14,7 @@ from lightning_mfsdp.callbacks import ShardedEMA
 from lightning_mfsdp.fabric import MFSDPFabricStrategy
 from lightning_mfsdp.te import Fp8Compute, Fp8Options
 from tests.helpers.distributed import run_distributed
-from tests.helpers.pairwise import NIGHTLY
+from tests.helpers.nights import NIGHT
 from tests.lightning.models import full_state, seeded, strict_warnings
 from tests.te import fake_engine
 from tests.te.test_training import ROWS, Net, data, fp8, scales, trainer_for
@@ -130,7 +130,7 @@ def two_models(rank: int, world: int, folder: str, found: dict[str, Any]) -> Non
     found["equal: two models or one"] = expected, alone
 
 
-AVERAGED = (False, True) if NIGHTLY else (True,)
+AVERAGED = (False, True) if NIGHT else (True,)
 
 
 def averaged(rank: int, world: int, folder: str, found: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_mfsdp import MFSDPStrategy, ShardingError
 from lightning_mfsdp.tensor_parallel import apply_plan, part_of
 from tests.helpers.distributed import run_distributed
-from tests.helpers.pairwise import NIGHTLY
+from tests.helpers.nights import NIGHT
 from tests.lightning.models import full_state, make_trainer, seeded, strict_warnings
 from tests.lightning.test_context import ROWS as TEXTS
 from tests.lightning.test_context import Texts
@@ -77,7 +77,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {
 
 
 # Beside a data axis the recipes that agree with more than a tensor group.
-BESIDE_DATA = tuple(CASES) if NIGHTLY else ("delayed",)
+BESIDE_DATA = tuple(CASES) if NIGHT else ("delayed",)
 
 
 def cases_of(world: int) -> tuple[str, ...]:

@@ -17,7 +17,8 @@ from lightning_mfsdp.options import dtypes
 from lightning_mfsdp.te import Fp8Compute, Fp8Options
 from tests.helpers.distributed import run_distributed
 from tests.helpers.fused_adam import FusedAdam
-from tests.helpers.pairwise import NIGHTLY, pairwise
+from tests.helpers.nights import NIGHT
+from tests.helpers.pairwise import pairwise
 from tests.lightning.models import full_state, seeded, strict_warnings
 from tests.te import fake_engine
 from tests.te.test_training import ROWS, Net, assert_equal_states, data, fp8, kinds, scales, trainer_for
@@ -67,7 +68,7 @@ def message_of(run: Any, *arguments: Any, **options: Any) -> str:
 
 def another_run_of_one_model(rank: int, world: int, found: dict[str, Any]) -> None:
     """With the same options in other words, and with others: the model was changed for those of the first run."""
-    for weights in (False, True) if NIGHTLY else (True,):
+    for weights in (False, True) if NIGHT else (True,):
         model = seeded(Net)
         trainer_for(world, fp8(fp8_weights=weights), max_steps=1).fit(model, data(rank, world, 1))
         for name, options in {
@@ -256,7 +257,7 @@ def test_contexts_of_ones_own_hold_inside_of_a_step(ranks: Any) -> None:
 
 def test_a_model_keeps_the_options_it_was_made_ready_with_and_others_are_refused(ranks: Any) -> None:
     for found in ranks:
-        for weights in (False, True) if NIGHTLY else (True,):
+        for weights in (False, True) if NIGHT else (True,):
             again = {name: found[f"again {weights} {name}"] for name in ("same", "kept", "overridden", "delayed")}
             assert again.pop("same") == {"current"}
             for name, option in (("kept", "keep_high_precision=()"), ("overridden", "overrides={}")):

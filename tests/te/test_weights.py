@@ -20,7 +20,7 @@ from lightning_mfsdp.trainer.precision import translate_precision
 from tests.engine.cases import run_cases
 from tests.engine.internals import context_of, owner_of
 from tests.helpers.distributed import run_distributed
-from tests.helpers.pairwise import NIGHTLY
+from tests.helpers.nights import NIGHT
 from tests.lightning.models import full_state, seeded, strict_warnings
 from tests.te import fake_engine
 from tests.te.test_training import DIM, Block, Net, assert_equal_states, data, fp8, resumed, trainer_for
@@ -29,7 +29,7 @@ STEPS = 3
 # On a push what differs from one recipe, or kind of checkpoint, to the other; at night the product.
 KINDS = dict.fromkeys(("current", "delayed"), ("plain", "transposes", "fused"))
 COPIED, RESUMED = ("current", "block", "delayed"), ("sharded", "full")
-if not NIGHTLY:
+if not NIGHT:
     KINDS["delayed"], COPIED, RESUMED = ("plain",), ("current", "delayed"), ("sharded",)
 
 
@@ -182,8 +182,8 @@ def checkpoints(rank: int, world: int, folder: str, found: dict[str, Any]) -> No
 
     recipe = fake_engine.DelayedScaling(amax_history_len=4)
     for kind, what, directions in (
-        ("sharded", recipe, ((True, False), (False, True)) if NIGHTLY else ((True, False),)),
-        ("full", "current", ((True, False), (False, True)) if NIGHTLY else ((False, True),)),
+        ("sharded", recipe, ((True, False), (False, True)) if NIGHT else ((True, False),)),
+        ("full", "current", ((True, False), (False, True)) if NIGHT else ((False, True),)),
     ):
         options = {"strategy_options": {"state_dict_type": kind}}
         if kind in RESUMED:
@@ -265,7 +265,7 @@ def test_no_number_is_another_than_that_of_16_bit_weights_or_of_the_straight_run
 def test_checkpoints_go_into_runs_with_other_weights_and_back(ranks: Any) -> None:
     for found in ranks:
         pairs = [pair for name, pair in found.items() if name.startswith("loaded ")]
-        assert len(pairs) == (4 if NIGHTLY else 2)
+        assert len(pairs) == (4 if NIGHT else 2)
         for pair in pairs:
             assert_equal_states(pair)
 

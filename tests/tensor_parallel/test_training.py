@@ -25,7 +25,8 @@ from lightning_mfsdp.engine import (
 from lightning_mfsdp.tensor_parallel import apply_plan
 from tests.helpers.distributed import run_distributed
 from tests.helpers.double import in_double
-from tests.helpers.pairwise import NIGHTLY, pairwise
+from tests.helpers.nights import NIGHT
+from tests.helpers.pairwise import pairwise
 from tests.tensor_parallel.models import MODELS, VOCABULARY, built, copied_model
 
 FLOAT64 = MixedPrecisionPolicy(main_params_dtype=torch.float64, main_grads_dtype=torch.float64)
@@ -106,7 +107,7 @@ ON_FOUR = (
 
 def rows_of(world: int, models: Iterable[str]) -> list[tuple[str, str, str]]:
     """Of the meshes with so many ranks; at night the full product."""
-    if NIGHTLY:
+    if NIGHT:
         rows = pairwise(MESHES, models, SHARDINGS)
     else:
         on_four = [row for row in ON_FOUR if row[1] in models]
@@ -135,7 +136,7 @@ DENSE = [kind for kind in MODELS if kind not in ("Mixtral", "Qwen3-MoE", "DeepSe
 def divided_sequences(rank: int, world: int) -> None:
     with in_double():
         for name, kind, sharding in rows_of(
-            world, DENSE if NIGHTLY else ("Llama, biases", "Llama, tied", "OLMo2", "Phi3")
+            world, DENSE if NIGHT else ("Llama, biases", "Llama, tied", "OLMo2", "Phi3")
         ):
             if sharding != "optim_grads_params":
                 continue
@@ -157,7 +158,7 @@ def long_training(rank: int, world: int) -> None:
     """Twenty steps with bfloat16 weights: what is whole stays equal to the bit, weights and optimizer state."""
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("data", "tensor"))
     group = mesh.get_group("tensor")
-    for kind, sequence_parallel in LONG if NIGHTLY else LONG[2:]:
+    for kind, sequence_parallel in LONG if NIGHT else LONG[2:]:
         model = built(kind).float()
         apply_plan(model, None, group, sequence_parallel=sequence_parallel)
         policy = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
