@@ -21,12 +21,12 @@ SHORT = ("--sequence", "96")
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs the command; returns its exit code, and what it printed."""
+    """Runs the command; returns its exit code, and what it printed: its result, or its error if there is none."""
 
     def run(*arguments: Any) -> tuple[int, str]:
         code = main(["memory", *map(str, arguments)])
         output, errors = capsys.readouterr()
-        return code, output + errors
+        return code, output or errors
 
     return run
 
@@ -43,7 +43,7 @@ def test_a_model_that_fits_is_a_table_by_kind(run: Any, tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_said_with_the_options_that_make_it_fit(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The estimates are made up: recomputing leaves 30 GiB of 50, smaller messages 2 less, and offload 10 less."""
 
@@ -71,6 +71,14 @@ def test_what_does_not_fit_is_said_with_the_options_that_make_it_fit(
         "  nothing that was tried makes it fit: use more GPUs, or larger ones",
     ]
     assert run(*asked, "--gib", 50, "--json")[0] == 0
+    assert main(["memory", *map(str, asked), "--gib", "29"]) == 1
+    lines = capsys.readouterr().err.splitlines()  # as they are computed
+    assert [line.split(" GiB")[0] for line in lines] == [
+        "as asked: 50.0",
+        "for comparison: 30.0",
+        "--recompute --free-gradients: 30.0",
+        "--recompute --grad-comm-dtype bfloat16: 28.0",
+    ]
     code, printed = run(*asked, "--gib", 10, "--quick")
     assert code == 1
     assert printed.endswith("activations (30.00 GiB)\n")

@@ -249,12 +249,10 @@ def _other_recompute(case: _Case) -> _Case:
 
 
 def _measured(case: _Case, what: str) -> MemoryEstimate:
-    """The estimate of a case; says on the way, since that of a large model takes a minute or more, what it is and came to."""
+    """The estimate of a case; says on stderr what it came to, since that of a large model takes a minute, and others follow."""
     began = time.monotonic()
-    sys.stderr.write(f"two steps without memory, {what} ... ")
-    sys.stderr.flush()
     estimate = case.estimate()
-    sys.stderr.write(f"{case.total_gib(estimate):.1f} GiB, computed in {time.monotonic() - began:.0f} s\n")
+    sys.stderr.write(f"{what}: {case.total_gib(estimate):.1f} GiB, computed in {time.monotonic() - began:.0f} s\n")
     return estimate
 
 
@@ -263,7 +261,6 @@ def _estimate_or_none(case: _Case, what: str) -> MemoryEstimate | None:
     try:
         return _measured(case, what)
     except (ValueError, RuntimeError):
-        sys.stderr.write("not possible\n")
         return None
 
 
