@@ -5,6 +5,7 @@ from itertools import combinations, product
 import pytest
 
 from tests.engine.worlds import in_turns
+from tests.helpers.nights import rest_at_night, thinned
 from tests.helpers.pairwise import in_turn, in_world, pairwise
 
 FACTORS = ("abcd", (1, 2, 3), (False, True), ("x", "y", "z"))
@@ -75,7 +76,27 @@ def test_cases_take_turns_on_numbers_of_ranks():
 
 def test_at_night_it_is_the_full_product(monkeypatch):
     monkeypatch.setenv("MFSDP_NIGHTLY", "1")
+    for module in ("tests.engine.worlds", "tests.helpers.nights"):
+        monkeypatch.setattr(f"{module}.NIGHT", True)
     assert pairwise(*FACTORS) == list(product(*FACTORS))
     assert in_world(2, (1, 2), "ab") == [("a",), ("b",)]
     assert in_turn(1, "abcd") == "abcd"
     assert in_turns((3, 2), "abc") == {3: "abc", 2: "abc"}
+    assert thinned([1, 2, 3], 3) == [1, 2, 3]
+
+
+def test_thinned_rows_have_each_value_of_all(monkeypatch):
+    monkeypatch.setattr("tests.helpers.nights.NIGHT", False)
+    assert thinned(range(7), 3) == [0, 3, 6]
+    rows = list(product("abc", (1, 2)))
+    chosen = thinned(rows, 4)
+    assert len(chosen) < len(rows)
+    assert [{row[place] for row in chosen} for place in (0, 1)] == [set("abc"), {1, 2}]
+
+
+def test_the_rest_of_the_rows_is_marked():
+    parameters = rest_at_night(["first", "second"], lambda name: name == "first")
+    assert [(parameter.values, [mark.name for mark in parameter.marks]) for parameter in parameters] == [
+        (("first",), []),
+        (("second",), ["nightly"]),
+    ]
