@@ -51,7 +51,10 @@ FAN_OUT = 16
 RANKS = "ranks"
 SAVES = "saves"  # in the background
 _CONNECT_S = 20.0  # to one address
-_GREETING_S = 10.0  # for what has connected to send its token, and for what was connected to, to answer
+_GREETING_S = 10.0  # for what has connected to send its token
+_ANSWER_S = (
+    60.0  # for what was connected to, to answer, if there is another address; a parent may be waiting for its own
+)
 _BACKLOG = 4096
 _LENGTH = struct.Struct("!Q")
 _GREETING = struct.Struct("!32sQ")  # what a child says, and its rank
@@ -149,13 +152,28 @@ class Tree:
         network = json.dumps(network_of_host())
         if rank:
             store.set(f"{place}/{rank}/network", network)
-        came: dict[int, socket.socket] = {}
-        if children:  # before the parent, so that ranks which are told of this one are answered at once
+        listener, secret = None, _Secret(secrets.token_hex(16), secrets.token_hex(16))
+        if children:
             networks = [_said(store, place, child, "network", rank) for child in children]
             is_local = all(other == network for other in networks)
-            listener, secret = _listener(is_local=is_local), _Secret(secrets.token_hex(16), secrets.token_hex(16))
+            listener = _listener(is_local=is_local)
             addresses = LOOPBACK if is_local else addresses_of_host()
             store.set(f"{place}/{rank}/contact", json.dumps([addresses, listener.getsockname()[1], *secret]))
+        parent = None
+        if (
+            rank
+        ):  # before its children are answered, so that a rank that fails from here on is missed by the parent at once
+            first = _parent_of(rank, size)
+            addresses, port, *both = json.loads(_said(store, place, first, "contact", rank))
+            try:
+                parent = _connection(addresses, port, _Secret(*both), rank, meeting_s)
+            except OSError as error:
+                raise CollectiveError(
+                    f"rank {rank} on {socket.gethostname()} cannot reach rank {first} at {addresses}, port {port}: {error}. Have the "
+                    "firewall let hosts of a run reach each other at all ports, and allow enough files (ulimit -n)"
+                ) from error
+        came: dict[int, socket.socket] = {}
+        if listener is not None:
             try:
                 with listener:
                     came = _accepted(listener, secret, children, time.monotonic() + meeting_s)
@@ -169,17 +187,6 @@ class Tree:
                 f"rank {rank} on {socket.gethostname()} waited {meeting_s:g} s for ranks {missing[:8]} to connect to it. Look for the "
                 "first error in their output, and whether the firewall lets hosts of a run reach each other at all ports"
             )
-        parent = None
-        if rank:
-            first = _parent_of(rank, size)
-            addresses, port, *both = json.loads(_said(store, place, first, "contact", rank))
-            try:
-                parent = _connection(addresses, port, _Secret(*both), rank)
-            except OSError as error:
-                raise CollectiveError(
-                    f"rank {rank} on {socket.gethostname()} cannot reach rank {first} at {addresses}, port {port}: {error}. Have the "
-                    "firewall let hosts of a run reach each other at all ports, and allow enough files (ulimit -n)"
-                ) from error
         return cls(rank, size, parent, [came[child] for child in children], limit_s)
 
     # -- objects -------------------------------------------------------------------------------------------------------
@@ -322,7 +329,7 @@ def _said(store: compat.Store, place: str, rank: int, what: str, here: int) -> s
         ) from error
 
 
-def _connection(addresses: Sequence[str], port: int, secret: _Secret, rank: int) -> socket.socket:
+def _connection(addresses: Sequence[str], port: int, secret: _Secret, rank: int, meeting_s: float) -> socket.socket:
     """To a parent.
 
     Raises:
@@ -331,14 +338,14 @@ def _connection(addresses: Sequence[str], port: int, secret: _Secret, rank: int)
     *others, last = addresses
     for address in others:
         with contextlib.suppress(OSError):
-            return _connected(address, port, secret, rank)
-    return _connected(last, port, secret, rank)
+            return _connected(address, port, secret, rank, min(_ANSWER_S, meeting_s))
+    return _connected(last, port, secret, rank, meeting_s)
 
 
-def _connected(address: str, port: int, secret: _Secret, rank: int) -> socket.socket:
+def _connected(address: str, port: int, secret: _Secret, rank: int, answer_s: float) -> socket.socket:
     connection = socket.create_connection((address, port), timeout=_CONNECT_S)
     try:
-        connection.settimeout(_GREETING_S)
+        connection.settimeout(answer_s)
         connection.sendall(_GREETING.pack(secret.of_child.encode(), rank))
         if not secrets.compare_digest(_read(connection, _ANSWER_BYTES), secret.of_parent.encode()):
             raise ConnectionError("another program answers there: give the hosts of a run different addresses")
@@ -405,6 +412,9 @@ def _greeted(
     if not secrets.compare_digest(key, secret.of_child.encode()):
         return -1
     try:
+        with contextlib.suppress(BlockingIOError):
+            if not connection.recv(1, socket.MSG_PEEK):  # it has waited too long for this, and tries another address
+                return -1
         connection.sendall(secret.of_parent.encode())
     except OSError:  # it has gone meanwhile
         return -1

@@ -120,7 +120,7 @@ def at_rest_no_full_parameter_has_memory(rank, world):
         for entry in group.entries:
             nans = len(group.entries) * entry.full.element_size()  # one for each, of the same memory
             assert entry.full.untyped_storage().nbytes() == nans, entry.name
-            assert entry.full.grad is None
+            assert entry.full._grad is None
     assert context(model).lane.pool.allocated_bytes == 0
 
 

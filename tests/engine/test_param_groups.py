@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp import MFSDPPrecision
+from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.engine import ShardingError, fully_shard, fully_shard_optimizer, grad_norm, sharded_parameters
 from lightning_mfsdp.optim import Muon
 from tests.checkpoint.internals import full_optimizer_state
@@ -627,8 +628,10 @@ def clipping_knows_what_became_of_parameters(rank, world):
     assert norm_after_clipping() == pytest.approx(0.01, rel=1e-3)
     fully_shard(models[1])
     assert norm_after_clipping() == pytest.approx(0.01, rel=1e-3)
-    optimizer.zero_grad()
+    with pytest.raises(EngineStateError, match="pass it to fully_shard_optimizer"):
+        optimizer.zero_grad()  # it holds what the second model had before it was sharded
     optimizer.param_groups[0]["params"] = list(models[0].parameters())
+    optimizer.zero_grad()
     removed = [weakref.ref(one) for one in models[1].parameters()]
     del models[1]
     optimizer.step()

@@ -225,10 +225,16 @@ def an_optimizer_from_before_sharding_is_refused_at_its_first_use(rank: int, wor
             model = plain_chain()
             optimizer = torch.optim.AdamW(model.parameters())
             fully_shard(model, sharding=strategy)
-            if use == "step":
-                loss_of(model, inputs(0)).backward()
+            optimizer.zero_grad()  # there is none
+            loss_of(model, inputs(0)).backward()
             with pytest.raises(EngineStateError, match=r"layers\.0\.weight .*Make the optimizer after fully_shard"):
                 getattr(optimizer, use)()
+    model = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 6, bias=False))
+    model[1].weight = model[0].weight
+    fully_shard(model[0])
+    model.to("cpu").zero_grad()  # the tied weight is shown as it was until the module around it is sharded
+    fully_shard(model)
+    assert [parameter.grad for parameter in model.parameters()] == [None]
     model = plain_chain()
     optimizer = torch.optim.AdamW(model.parameters())
     fully_shard(model)

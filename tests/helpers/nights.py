@@ -31,10 +31,10 @@ def thinned(rows: Iterable[Row], every: int) -> list[Row]:
         return rows
     chosen = set(range(0, len(rows), every))
     seen = {value for number in chosen for value in _values(rows[number])}
-    for number, row in enumerate(rows):
-        if not _values(row) <= seen:
+    for number in reversed(range(len(rows))):  # the last of a product are its most sharded ones
+        if not _values(rows[number]) <= seen:
             chosen.add(number)
-            seen |= _values(row)
+            seen |= _values(rows[number])
     return [rows[number] for number in sorted(chosen)]
 
 

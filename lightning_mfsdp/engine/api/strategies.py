@@ -29,22 +29,26 @@ class ChosenStrategies:
         rest: The strategy of modules that no pattern matches.
         patterns: Strategies by patterns of module names.
         root: Whose names they are of.
+        _known: Tables of parameters that have been looked up, with their strategies.
     """
 
     rest: str
     patterns: Mapping[str, str] = field(default_factory=dict)
     root: nn.Module | None = None
+    _known: dict[int, tuple[object, str]] = field(default_factory=dict, repr=False, compare=False)
 
     def by_table(self, module: nn.Module) -> dict[int, str]:
         """The strategies of the parameters that each module inside `module` has itself, by the ids of modules' tables of parameters.
 
-        Names are looked up at each call, since modules may be replaced, or get others inside, after the patterns were checked.
+        Names are looked up again where a table is new, since modules may be replaced, or get others inside, after patterns were checked.
         """
-        found = dict.fromkeys((id(part._parameters) for part in module.modules()), self.rest)
-        for name, part in self.root.named_modules(remove_duplicate=False) if self.root is not None else ():
-            if id(part._parameters) in found and (pattern := _pattern_for(name, self.patterns)) is not None:
-                found[id(part._parameters)] = self.patterns[pattern]
-        return found
+        tables = [part._parameters for part in module.modules()]
+        if self.root is not None and any(id(table) not in self._known for table in tables):
+            for name, part in self.root.named_modules(remove_duplicate=False):
+                pattern = _pattern_for(name, self.patterns)
+                strategy = self.rest if pattern is None else self.patterns[pattern]
+                self._known[id(part._parameters)] = part._parameters, strategy
+        return {id(table): self._known.setdefault(id(table), (table, self.rest))[1] for table in tables}
 
     def placements(self, module: nn.Module, outer_sharding: str | int, mesh: Mesh) -> dict[int, Placement]:
         """What `by_table` says, as placements.

@@ -17,6 +17,7 @@ from lightning_mfsdp.engine.core.conversion import gradient_hooks_by_site, unsha
 from lightning_mfsdp.engine.core.gradient_hooks import take_gradient_hooks
 from lightning_mfsdp.engine.core.group import place_of
 from lightning_mfsdp.engine.core.inspect import context_of, unsharded_parameters
+from lightning_mfsdp.engine.core.parameter import UnshardedParameter
 from lightning_mfsdp.engine.core.unit import Unit, unit_of
 
 __all__ = ["fully_shard_units", "shard_added"]
@@ -107,7 +108,10 @@ def shard_added(
         )
     _settle(module, options)
     for parameter in module.parameters():
-        parameter.grad = None
+        if isinstance(parameter, UnshardedParameter):  # from before sharding, shown again by a module that has come
+            parameter._grad = None
+        else:
+            parameter.grad = None
     ignored = {id(parameter) for parameter in options.get("ignored_parameters") or ()}
     around = [_unit_around(module, name) for name, parameter in added.items() if id(parameter) not in ignored]
     # Who owns a shared parameter was sharded before those who show it, too.

@@ -65,29 +65,30 @@ class UnshardedParameter(nn.Parameter):
         """What autograd has left here in the backward that is running.
 
         Raises:
-            EngineStateError: The module does not show this object now: an optimizer has it from before the module was sharded.
+            EngineStateError: The parameter has a gradient, which this object does not show: an optimizer has it from before sharding.
         """
-        self._refuse_at_rest()
-        return self._grad
+        if (grad := self._grad) is None:
+            self._refuse_where_nothing_shows_it(written=False)
+        return grad
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        self._refuse_at_rest()
+        self._refuse_where_nothing_shows_it(written=value is not None)
         self._grad = value
 
-    def _refuse_at_rest(self) -> None:
-        group = getattr(self, OWNER, (lambda: None,))[0]()
+    def _refuse_where_nothing_shows_it(self, *, written: bool) -> None:
+        reference, index = getattr(self, OWNER, (None, 0))
+        group = reference() if reference is not None else None
         if group is None or compat.backward_task() != -1:
             return
-        entry = group.entries[getattr(self, OWNER)[1]]
-        table, key = entry.sites[0]
-        if table.get(key) is not self:
-            raise EngineStateError(
-                f"the gradient of parameter {entry.sharded.described} is read or written through the object that the module had before it "
-                "was sharded, which has no gradient any more, so an optimizer would train nothing. Make the optimizer after fully_shard, "
-                "pass it to fully_shard_optimizer, or return it from configure_optimizers; elsewhere take parameters from "
-                "module.parameters() again"
-            )
+        entry = group.entries[index]
+        if (entry.local.grad is None and not written) or any(table.get(key) is self for table, key in entry.sites):
+            return
+        raise EngineStateError(
+            f"the gradient of parameter {entry.sharded.described} is read or written through an object that no module shows now, such as "
+            "the one from before it was sharded, so an optimizer would train nothing. Make the optimizer after fully_shard, pass it to "
+            "fully_shard_optimizer, or return it from configure_optimizers; elsewhere take parameters from module.parameters() again"
+        )
 
 
 @dataclass(eq=False, kw_only=True)
