@@ -361,19 +361,14 @@ class MFSDPStrategy(CheckpointingStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Tensors in the dtype of the precision; on meta if `empty_init`, to be materialized unit by unit in `setup`."""
-        with torch.device("meta") if empty_init else nullcontext(), self.precision_plugin.tensor_init_context():
-            yield
-
-    @contextmanager
-    def model_sharded_context(self) -> Generator[None, None, None]:
-        """Around `configure_model`.
+        """Tensors in the dtype of the precision; on meta if `empty_init`, to be materialized unit by unit in `setup`.
 
         Raises:
-            ShardingError: It asks the mesh for an axis that there is not, as models do that shard themselves.
+            ShardingError: `configure_model` asks the mesh for an axis that there is not, as models do that shard themselves.
         """
         try:
-            yield
+            with torch.device("meta") if empty_init else nullcontext(), self.precision_plugin.tensor_init_context():
+                yield
         except KeyError as error:
             if "mesh_dim_names" not in str(error):
                 raise
