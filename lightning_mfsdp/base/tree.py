@@ -52,9 +52,8 @@ RANKS = "ranks"
 SAVES = "saves"  # in the background
 _CONNECT_S = 20.0  # to one address
 _GREETING_S = 10.0  # for what has connected to send its token
-_ANSWER_S = (
-    60.0  # for what was connected to, to answer, if there is another address; a parent may be waiting for its own
-)
+# For what was connected to, to answer, if there is another address. A parent may be waiting for its own.
+_ANSWER_S = 60.0
 _BACKLOG = 4096
 _LENGTH = struct.Struct("!Q")
 _GREETING = struct.Struct("!32sQ")  # what a child says, and its rank
@@ -160,9 +159,8 @@ class Tree:
             addresses = LOOPBACK if is_local else addresses_of_host()
             store.set(f"{place}/{rank}/contact", json.dumps([addresses, listener.getsockname()[1], *secret]))
         parent = None
-        if (
-            rank
-        ):  # before its children are answered, so that a rank that fails from here on is missed by the parent at once
+        # Before its children are answered, so that the parent misses a rank at once that fails from here on.
+        if rank:
             first = _parent_of(rank, size)
             addresses, port, *both = json.loads(_said(store, place, first, "contact", rank))
             try:
