@@ -159,7 +159,8 @@ def memory_is_sharded_and_freed(rank, world):
     del model, optimizer
     torch.cuda.synchronize()
     torch.cuda.empty_cache()  # with which memory that another stream had to be done with is counted as free
-    assert _requested_bytes() - before < 2**20
+    left = _requested_bytes() - before
+    assert left < 2**20, left
 
 
 def pooled_addresses_stay(rank, world):

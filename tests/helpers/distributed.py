@@ -7,6 +7,7 @@ Processes are forked from a server that has imported the heavy packages and star
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import os
 import tempfile
@@ -132,6 +133,7 @@ def _serve(
             os.environ.update(environment_of(rank, world_size))
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(device)
+            faulthandler.dump_traceback_later(TIMEOUT_S[backend] - 20)  # to stderr, before the process is ended
         dist.init_process_group(
             backend,
             init_method=f"file://{folder}/meet",
