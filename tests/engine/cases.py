@@ -66,7 +66,9 @@ class _ToGPU(TorchFunctionMode):
         if func not in _FACTORIES or kwargs.get("device") is not None or checkpoints_dummy:
             return func(*args, **kwargs)
         made = func(*args, **{**kwargs, "requires_grad": False}).to("cuda")
-        return made.requires_grad_() if kwargs.get("requires_grad") else made  # torch.func refuses to have it set, whatever the value
+        return (
+            made.requires_grad_() if kwargs.get("requires_grad") else made
+        )  # torch.func refuses to have it set, whatever the value
 
 
 def on_gpus(case: Case, rank: int, world: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from itertools import product
 
 import pytest
@@ -30,8 +31,11 @@ WAYS = ("once", "twice", "no_sync", "keep_sharded")
 # Each policy with microbatches that are added, and each way of adding them with bf16 on the wire.
 CASES = list(dict.fromkeys([*product(POLICIES, ["twice"]), *product(POLICIES[-1:], WAYS)]))
 
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True)
+RECORDED = partial(torch.optim.AdamW, lr=1e-3, fused=True, capturable=True)
 
-def made(rank, sharding, outer, policy, *, two_streams):
+
+def made(rank, sharding, outer, policy, *, two_streams, optimizer=SGD):
     mesh = dist.init_device_mesh("cuda", (2, 2), mesh_dim_names=("outer", "shard"))
     model = build(dim=DIM).cuda()
     for unit in (model.embedding, *model.blocks, model.head, model):
@@ -39,7 +43,7 @@ def made(rank, sharding, outer, policy, *, two_streams):
     streams = context_of(model).lane.streams
     if not two_streams:
         streams.outer = streams.reduce
-    return model, fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True))
+    return model, fully_shard_optimizer(optimizer(model.parameters()))
 
 
 def inputs(index, rank, world):
@@ -78,7 +82,7 @@ def a_recorded_step_joins_both_streams(rank, world):
     for outer in ("no_shard", "optim"):
         results = []
         for captured in (False, True):
-            model, optimizer = made(rank, "optim_grads_params", outer, None, two_streams=True)
+            model, optimizer = made(rank, "optim_grads_params", outer, None, two_streams=True, optimizer=RECORDED)
 
             def step(ids, targets, model=model, optimizer=optimizer):
                 loss = loss_of(model, ids, targets)
