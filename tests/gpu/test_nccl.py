@@ -157,6 +157,8 @@ def memory_is_sharded_and_freed(rank, world):
     used = _requested_bytes() - before
     assert used < 1.1 * expected + 2**20, (used, expected)
     del model, optimizer
+    # Autograd's thread may keep the last backward, with what it was to call at its end, until it takes up another.
+    torch.ones((), device="cuda", requires_grad=True).square().backward()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()  # with which memory that another stream had to be done with is counted as free
     left = _requested_bytes() - before
