@@ -50,7 +50,7 @@ class Ranks:
         self.heard(lambda: self.second._gone is not None or self.second.has_failed)
 
     def relay_is_gone(self) -> None:
-        for line in list(self.relay._lines):
+        for line in reversed(list(self.relay._lines)):  # or it would tell rank 1 that rank 0 is gone
             line.socket.shutdown(socket.SHUT_RDWR)
         self.heard(lambda: self.second._gone is not None)
 
@@ -133,6 +133,7 @@ def test_a_rank_that_was_asked_to_stop_begins_no_batch_until_it_knows_of_the_oth
 def test_a_relay_that_is_killed_ends_what_works(ranks: Ranks) -> None:
     """Nobody would be told of failures, and with it all processes of the host may have been killed."""
     enter(ranks.first, ranks.second)
+    ranks.heard(lambda: ranks.second._rank0_at_work)
     ranks.relay_is_gone()
     assert ranks.aborted.wait(10)
     assert ranks.second.failure_of_another == f"rank 0 failed: {RELAY_KILLED} (on host host)"
