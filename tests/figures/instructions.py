@@ -1,7 +1,7 @@
 """Instructions of a settled step, by phase: `python tests/figures/instructions.py [CHECKOUT ...] [--fsdp2]`.
 
 Calls say little about time: what one call of C does differs by a hundred times. Time itself differs on shared machines by more than
-commits do. Instructions that the processor executes do not: two runs of one checkout differ by less than 0.2 %. They are counted by
+commits do. Instructions that the processor executes do not: counts of one checkout repeat within a percent. They are counted by
 callgrind (`apt-get install valgrind`; a minute for each checkout) in a process of its own for each checkout, two at a time.
 
 The model is 24 blocks of nine parameters, an embedding, a norm and a head, so small that a step is host time alone; the group is of two
