@@ -45,8 +45,9 @@ class Ranks:
 
     def first_is_gone(self) -> None:
         """Its process has ended, and the other rank has heard of it."""
-        self.first.is_closed = True  # it concludes nothing itself
-        self.first._line.socket.shutdown(socket.SHUT_RDWR)
+        with self.first._changed:  # it concludes nothing itself, and its thread closes the connection only afterwards
+            self.first._line.socket.shutdown(socket.SHUT_RDWR)
+            self.first.is_closed = True
         self.heard(lambda: self.second._gone is not None or self.second.has_failed)
 
     def relay_is_gone(self) -> None:
