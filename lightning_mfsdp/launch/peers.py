@@ -250,7 +250,7 @@ class Peers:
         if self._timer is not None:
             self._timer.cancel()
         selector.close()
-        for end in (self._line.socket, self._wake_reader, self._wake):
+        for end in (self._line, self._wake_reader, self._wake):
             end.close()
 
     def _send_outgoing(self) -> None:

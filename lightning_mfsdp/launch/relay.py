@@ -61,6 +61,7 @@ _ADDRESS_S = 20.0  # to connect to one address of the first host
 _STARTED_S = 120.0  # for a relay to start, on a busy host
 _UNUSED_S = 2 * _STARTED_S  # then a relay ends whose ranks did not come: they do once all relays have started
 _LOST = frozenset((errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN))
+_CLOSING_S = 10.0  # for the other end to close a connection, too
 _GREETING_S = 10.0  # for what has connected to send its token: ranks and relays do so at once
 _GREETING_BYTES = 16 << 10  # of that message: ranks of a host, and addresses of the first one
 _LINE_BYTES = 16 << 20  # of any other message, which has a token's holder behind it
@@ -86,6 +87,8 @@ class Line:
     """
 
     def __init__(self, connection: socket.socket, max_bytes: int = _LINE_BYTES) -> None:
+        if connection.family != socket.AF_UNIX:  # else a message waits until the one before it is acknowledged, and may be dropped
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket, self.max_bytes = connection, max_bytes
         self.ranks: Sequence[int] = ()
         self.host = ""
@@ -114,6 +117,18 @@ class Line:
             return None
         messages = [_parsed(line) for line in lines]
         return None if None in messages else [message for message in messages if message is not None]
+
+    def close(self) -> None:
+        """Close the connection once the other end has all that was sent, and has closed it, too.
+
+        A kernel that closes a connection with something unread resets it, and drops what is still to be sent.
+        """
+        with contextlib.suppress(OSError):  # it has ended
+            self.socket.shutdown(socket.SHUT_WR)
+            self.socket.settimeout(_CLOSING_S)
+            while self.socket.recv(65536):
+                pass
+        self.socket.close()
 
     def _note_end(self, error: OSError) -> None:
         """The kernel reports why a connection ended only once."""
@@ -308,6 +323,8 @@ class Relay:
                     until = time.monotonic()  # no rank comes any more, unless some have
             if self._hub is not None and self._hub.decide_at is not None and time.monotonic() >= self._hub.decide_at:
                 self._hub.decide()
+        if self._first is not None:
+            self._first.close()
         for file in [key.fileobj for key in self._selector.get_map().values()]:
             file.close()  # type: ignore[union-attr]
         self._selector.close()

@@ -131,6 +131,26 @@ def test_a_rank_that_was_asked_to_stop_begins_no_batch_until_it_knows_of_the_oth
     assert asked_to_stop(others) == begun
 
 
+def test_the_last_messages_before_a_connection_is_closed_arrive_though_something_is_unread() -> None:
+    """A kernel resets such a connection, and sends nothing more."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        closing = Line(socket.create_connection(listener.getsockname()))
+        other = Line(listener.accept()[0])
+    other.send({"unread": True})
+    sent = [{"number": number} for number in range(30)]
+    for message in sent:
+        closing.send(message)
+    end = threading.Thread(target=closing.close)
+    end.start()
+    received: list[dict[str, Any]] = []
+    while (messages := other.receive()) is not None:
+        received += messages
+    other.socket.close()
+    end.join(10)
+    assert not end.is_alive()
+    assert received == sent
+
+
 def test_a_relay_that_is_killed_ends_what_works(ranks: Ranks) -> None:
     """Nobody would be told of failures, and with it all processes of the host may have been killed."""
     enter(ranks.first, ranks.second)
