@@ -87,7 +87,8 @@ class Line:
     """
 
     def __init__(self, connection: socket.socket, max_bytes: int = _LINE_BYTES) -> None:
-        if connection.family != socket.AF_UNIX:  # else a message waits until the one before it is acknowledged, and may be dropped
+        # Or a message waits until the one before it is acknowledged, and may be dropped.
+        if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket, self.max_bytes = connection, max_bytes
         self.ranks: Sequence[int] = ()

@@ -39,9 +39,10 @@ from lightning_mfsdp.engine.core.parameter import Entry
 from lightning_mfsdp.engine.core.rows import sharded_axes
 from lightning_mfsdp.engine.core.writes import OwnCode
 from lightning_mfsdp.engine.optimizer.driver import OptimizerDriver, OptimizerSupport
+from lightning_mfsdp.engine.optimizer.flat_rows import FlatRows, flat_rows_of
 from lightning_mfsdp.engine.optimizer.local_rows import LocalRowsOptimizer
 from lightning_mfsdp.engine.optimizer.norm import GradientPlaces
-from lightning_mfsdp.engine.optimizer.shown_state import ShownState
+from lightning_mfsdp.engine.optimizer.shown_state import ShownState, StateTable
 from lightning_mfsdp.engine.optimizer.state import refuse_left_behind, show_state, take_state, taken
 
 __all__ = ["ELEMENTWISE_OPTIMIZERS", "adopt_optimizer", "gradient_places", "prepare_state", "steps_rows"]
@@ -104,46 +105,100 @@ def prepare_state(optimizer: Optimizer) -> None:
 class _Representations:
     """What one optimizer holds: local rows and their state while its own code runs, and what the module shows at all other times.
 
-    Where both are the same nothing happens here. State is not kept twice: what is shown of it is a view (shown_state.py).
+    Where both are the same nothing happens here. State is not kept twice: what is shown of it is a view (shown_state.py). Rows of
+    neighbors are stepped as one tensor wherever they can be (flat_rows.py).
 
     Attributes:
-        stepped: What `param_groups` hold while the optimizer's own code runs, in order.
-        shown: What they hold at all other times.
+        stepped: What the optimizer steps, in the order of `param_groups`; some of them as flat rows.
+        shown: What `param_groups` hold while its own code does not run.
         is_running: The optimizer's own code runs, or has raised.
     """
 
-    def __init__(self, stepped: list[Tensor], shown: list[Tensor]) -> None:
-        self.stepped, self.shown = stepped, shown
+    def __init__(self, stepped: Sequence[list[Tensor]] = (), shown: Sequence[list[Tensor]] | None = None) -> None:
+        self._stepped, self._shown = stepped, stepped if shown is None else shown  # by entry of `param_groups`
+        self.stepped, self.shown = (
+            [one for entry in entries for one in entry] for entries in (self._stepped, self._shown)
+        )
         self.is_running = False
+        self._flat: list[FlatRows] = []
+        self._flat_of: dict[Tensor, FlatRows] = {}
+        self._together: list[FlatRows] = []  # those that were stepped as one in the last step
+        self._running: Sequence[list[Tensor]] = stepped  # what `param_groups` held in that step
 
     @property
     def differ(self) -> bool:
         """Whether there are two of them."""
-        return self.shown is not self.stepped
+        return self._shown is not self._stepped
+
+    def flatten(self, optimizer: Optimizer) -> None:
+        """Step rows of neighbors as one tensor from now on: the optimizer is elementwise, and nothing else works on rows."""
+        self._flat = flat_rows_of(self._stepped)
+        self._flat_of = {member.local: flat for flat in self._flat for member in flat.members}
+        self.take_state(optimizer)
+
+    def take_state(self, optimizer: Optimizer) -> None:
+        """Show the state, if something else was put in its place."""
+        state: Any = optimizer.state
+        if (
+            self.differ
+            and not self.is_running
+            and (type(state) is not ShownState or state.plain.flat is not self._flat_of)
+        ):
+            optimizer.state = ShownState(state, self._new_table())  # type: ignore[assignment]
 
     def begin(self, optimizer: Optimizer) -> None:
         """Put what the optimizer steps into `param_groups` and `state`: its own code is about to run."""
         if self.is_running or not self.differ:
             return
+        self.take_state(optimizer)
         state: Any = optimizer.state
-        shown = state if type(state) is ShownState else ShownState(state)
+        entries = optimizer.param_groups
+        together = [flat for flat in self._flat if _joins(flat, state.plain, entries[flat.number])]
+        if together != self._together:
+            self._together, self._running = together, _with_flat_rows(self._stepped, together)
         # Nothing can fail from here on.
         self.is_running = True
-        _exchange(optimizer, self.shown, self.stepped)
-        optimizer.state = shown.plain  # type: ignore[assignment]
+        for flat in together:
+            flat.begin_step()
+        for entry, held in zip(entries, self._running, strict=True):
+            _hold(entry, held)
+        optimizer.state = state.plain
 
     def end(self, optimizer: Optimizer) -> None:
         """Put what the module shows into `param_groups` and `state`: the optimizer's own code has run."""
         if self.is_running:
             self.is_running = False
-            _exchange(optimizer, self.stepped, self.shown)
-            optimizer.state = ShownState.over(optimizer.state)  # type: ignore[assignment]
+            for flat in self._together:
+                flat.end_step()
+            self._show(optimizer)
+            optimizer.state = ShownState.over(optimizer.state)  # type: ignore[assignment, arg-type]
 
     def end_unfinished(self, optimizer: Optimizer) -> None:
         """As `end`, where the optimizer's own code may have raised: the user may have put anything into the state since."""
         if self.is_running:
+            state: Any = optimizer.state
+            if isinstance(state, StateTable):
+                state.separate_all()
             self.end(optimizer)
-            optimizer.state = ShownState(optimizer.state)  # type: ignore[assignment]
+            optimizer.state = ShownState(state, self._new_table())  # type: ignore[assignment]
+
+    def _new_table(self) -> StateTable:
+        return StateTable(self.stepped, self._flat_of)
+
+    def _show(self, optimizer: Optimizer) -> None:
+        """Put back into `param_groups` what the module shows. Entries that someone has exchanged meanwhile stay."""
+        entries = optimizer.param_groups
+        if len(entries) == len(self._running) and all(
+            are_same(entry["params"], held) for entry, held in zip(entries, self._running, strict=True)
+        ):
+            for entry, shown in zip(entries, self._shown, strict=True):
+                _hold(entry, shown)
+            return
+        instead = {id(local): [shown] for local, shown in zip(self.stepped, self.shown, strict=True)}
+        for flat in self._together:
+            instead[id(flat.rows)] = [shown for member in flat.members for shown in instead[id(member.local)]]
+        for entry in entries:
+            _hold(entry, [shown for one in entry["params"] for shown in instead.get(id(one), [one])])
 
 
 class _ShardedStep:
@@ -160,7 +215,7 @@ class _ShardedStep:
         self._elementwise: bool | None = None
         self._grad_scaler: object | None = None
         self._groups: list[tuple[weakref.ref[ParameterGroup], list[int]]] = []
-        self._held = _Representations([], [])
+        self._held = _Representations()
         self._places: GradientPlaces | None = None
         self._is_watched = self._writes_elsewhere = self._may_assign = False
         self._is_due = False  # a step has begun, and the optimizer's own code has not
@@ -190,13 +245,18 @@ class _ShardedStep:
         # With elementwise=True `param_groups` always hold plain rows, so the step may be compiled.
         hides_rows = local and has_known_steps and not self._elementwise and compat.takes_closure(optimizer)
         entries_by_group = _held_entries(optimizer, local, self._grad_scaler)
-        before = _parameters(optimizer)
+        before = [list(group["params"]) for group in optimizer.param_groups]
         sharded = [
-            parameter if (shown_parameter := as_sharded(parameter)) is None else shown_parameter for parameter in before
+            [
+                parameter if (shown_parameter := as_sharded(parameter)) is None else shown_parameter
+                for parameter in entry
+            ]
+            for entry in before
         ]
-        stepped = [as_local(parameter) for parameter in before] if local else sharded
+        stepped = [[as_local(parameter) for parameter in entry] for entry in before] if local else sharded
         shown = sharded if hides_rows else stepped
-        _replace(optimizer, {id(parameter): as_held for parameter, as_held in zip(before, shown, strict=True)})
+        for options, held in zip(optimizer.param_groups, shown, strict=True):
+            _hold(options, held)
         _take_over_state(optimizer, local=local, hides_rows=hides_rows)
         self.steps_rows, self._places = local, None
         self._held = _Representations(stepped, shown)
@@ -205,6 +265,8 @@ class _ShardedStep:
             self._drivers = self._support.prepare(optimizer, entries_by_group, local=local)
         finally:
             self._held.end(optimizer)  # also where it is refused
+        if hides_rows and not self._drivers and type(optimizer) in ELEMENTWISE_OPTIMIZERS:
+            self._held.flatten(optimizer)
         # DTensors record writes to them; local rows do not.
         self._is_watched, self._writes_elsewhere = local, not writes_in_steps_alone
         self._may_assign = local and not (hides_rows and type(optimizer) in ELEMENTWISE_OPTIMIZERS)
@@ -287,8 +349,7 @@ class _ShardedStep:
         """Hook for the beginning of `state_dict()`."""
         refuse_left_behind(optimizer, "state_dict")
         self._take_over_new(optimizer)
-        self._held.begin(optimizer)  # which adopts what was put into the state
-        self._held.end(optimizer)
+        self._held.take_state(optimizer)
 
     def begin_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Hook for the beginning of `load_state_dict()`."""
@@ -298,8 +359,7 @@ class _ShardedStep:
 
     def end_load(self, optimizer: Optimizer) -> None:
         """Hook for the end of `load_state_dict()`: the program meets a view at once, and no table that is replaced later."""
-        self._held.begin(optimizer)
-        self._held.end(optimizer)
+        self._held.take_state(optimizer)
 
     def _note_write(self) -> None:
         _note_step((group, indices) for reference, indices in self._groups if (group := reference()) is not None)
@@ -421,23 +481,25 @@ def _note_step(stepped: Iterable[tuple[ParameterGroup, list[int]]]) -> None:
         root.optimizer_stepped(groups)
 
 
-def _replace(optimizer: Optimizer, by_identity: Mapping[int, Tensor]) -> None:
-    """Replace some entries of `param_groups`. The lists stay the same objects, so references to them see the change."""
-    for group in optimizer.param_groups:
-        held = group["params"]
-        _hold(group, [by_identity.get(id(parameter), parameter) for parameter in held])
+def _joins(flat: FlatRows, table: StateTable, options: Mapping[str, Any]) -> bool:
+    """Whether members are stepped as one tensor in this step. Their state is joined if so, and separate otherwise.
+
+    What is `capturable` may be recorded in a graph, which goes on with the state that it was recorded with.
+    """
+    together = not (options.get("capturable") or options.get("differentiable")) and flat.have_gradients_together()
+    if together and table.join(flat):
+        return True
+    table.separate(flat)
+    return False
 
 
-def _exchange(optimizer: Optimizer, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
-    """Replace all entries of `param_groups` by others in the same order; those that someone has exchanged meanwhile stay."""
-    if not are_same(_parameters(optimizer), before):
-        _replace(optimizer, {id(parameter): other for parameter, other in zip(before, after, strict=True)})
-        return
-    start = 0
-    for group in optimizer.param_groups:
-        stop = start + len(group["params"])
-        _hold(group, after[start:stop])
-        start = stop
+def _with_flat_rows(stepped: Iterable[list[Tensor]], together: Iterable[FlatRows]) -> list[list[Tensor]]:
+    """Entries with flat rows in the place of the first of their members."""
+    instead: dict[int, list[Tensor]] = {}
+    for flat in together:
+        instead |= {id(member.local): [] for member in flat.members}
+        instead[id(flat.members[0].local)] = [flat.rows]
+    return [[one for local in entry for one in instead.get(id(local), [local])] for entry in stepped]
 
 
 def _hold(group: dict[str, Any], parameters: Sequence[Tensor]) -> None:
@@ -497,7 +559,8 @@ def _take_over_state(optimizer: Optimizer, *, local: bool, hides_rows: bool) -> 
     """
     state: Any = optimizer.state
     if type(state) is ShownState:
-        optimizer.state = state.plain if local else state.as_table()  # type: ignore[assignment]
+        state.plain.separate_all()
+        optimizer.state = state.plain if local else state.as_table()
     for key, values in list(optimizer.state.items()):
         owner = owner_of(key)
         if owner is None:

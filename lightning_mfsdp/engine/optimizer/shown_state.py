@@ -1,21 +1,106 @@
-"""ShownState: what `optimizer.state` is between two steps of an optimizer that steps local rows.
+"""The state of an optimizer that steps local rows: `StateTable`, which its own code reads, and `ShownState`, which programs see.
 
-State is kept once, in the plain table that the optimizer's own code reads: by local rows, of plain tensors. A `ShownState` is a view of
-that table with the keys of `module.parameters()` and with DTensors of their shape, over the same memory. What is written to the view is
-written to the table, and what is taken out of it is gone, so moving or clearing state frees its memory at once.
+State is kept once, in the table. Of parameters whose rows are stepped as one tensor (flat_rows.py) it lies there in one of two ways:
+
+    joined      under the flat tensor: moments as long as that, and one number (`step`) for all members
+    separate    under each member's local rows: moments that are views of the same memory, and a number for each
+
+It is joined when the optimizer's own code begins, if it can be so, and separate once a program has read or written a number of it, which it
+may keep and write to.
+
+A `ShownState` is a view of the table with the keys of `module.parameters()` and with DTensors of their shape, over the same memory. What is
+written to the view is written to the table, and what is taken out of it is gone, so moving or clearing state frees its memory at once.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
+
+from torch import Tensor
 
 from lightning_mfsdp.engine.core.group import as_local, as_sharded
 from lightning_mfsdp.engine.core.sharded_parameter import ShardedParameter
+from lightning_mfsdp.engine.optimizer.flat_rows import FlatRows
 from lightning_mfsdp.engine.optimizer.state import as_shown, taken
 
-__all__ = ["ShownState", "ShownValues"]
+__all__ = ["ShownState", "ShownValues", "StateTable"]
+
+
+class StateTable(defaultdict[Any, Any]):
+    """State by what the optimizer steps.
+
+    Args:
+        held: Local rows of all parameters, in the order of `param_groups`.
+        flat: The flat rows of each of them that has some.
+
+    Attributes:
+        flat: The same.
+    """
+
+    def __init__(self, held: Sequence[Tensor] = (), flat: Mapping[Any, FlatRows] | None = None) -> None:
+        super().__init__(dict)
+        self.flat = {} if flat is None else flat
+        self._held = held
+        self._joined_values: dict[
+            Tensor, dict[str, Any]
+        ] = {}  # by member: what holds its values while they are separate
+        self._apart: set[FlatRows] = set()  # which cannot join: numbers differ, or some members have no state
+
+    def __setitem__(self, key: Any, values: Any) -> None:
+        super().__setitem__(key, values.own() if isinstance(values, ShownValues) else values)
+
+    def joined(self, local: Any) -> FlatRows | None:
+        """The flat rows under which the state of a key lies; `None`: under the key."""
+        flat = self.flat.get(local)
+        return flat if flat is not None and flat.rows in self else None
+
+    def own(self, key: Any) -> Any:
+        """What holds the values of a key while they are separate; an empty table where there are none, as in any optimizer."""
+        return self[key] if self.joined(key) is None else self._joined_values.setdefault(key, {})
+
+    def is_own(self, local: Any, values: dict[str, Any]) -> bool:
+        """Whether values are those of a member whose state is joined, so that they are empty."""
+        return self.joined(local) is not None and self._joined_values.get(local) is values
+
+    def keys_shown(self) -> list[Any]:
+        """Keys with local rows in the place of flat ones: in the order of `param_groups`, which all ranks have, and then others."""
+        held = [local for local in self._held if local in self or self.joined(local) is not None]
+        known = {*held, *(flat.rows for flat in self.flat.values())}
+        return held + [key for key in self if key not in known]
+
+    def join(self, flat: FlatRows) -> bool:
+        """Join the state of members, if it can be so. Returns whether it is joined, or there is none."""
+        if flat.rows in self:
+            return True
+        if flat in self._apart:
+            return False
+        values = {member.local: self.get(member.local, {}) for member in flat.members}
+        if any(own != {} for own in values.values()):
+            joined = flat.joined(list(values.values()))
+            if joined is None:
+                self._apart.add(flat)
+                return False
+            for local in values:
+                self.pop(local, None)
+            self[flat.rows] = joined
+        self._joined_values.update(values)  # also of those that the optimizer's own code may bring state of now
+        return True
+
+    def separate(self, flat: FlatRows | None) -> None:
+        """Make the state of all members separate, if it is joined."""
+        if flat is None or (joined := self.pop(flat.rows, None)) is None:
+            return
+        for member in flat.members:
+            own = self._joined_values.pop(member.local, {})
+            own.update({name: flat.part(value, member.local) for name, value in joined.items()})
+            self[member.local] = own
+
+    def separate_all(self) -> None:
+        """Make all state separate, which is then that of local rows."""
+        for flat in dict.fromkeys(self.flat.values()):
+            self.separate(flat)
 
 
 class ShownValues(MutableMapping[str, Any]):
@@ -25,37 +110,57 @@ class ShownValues(MutableMapping[str, Any]):
         values: A copy of them, of no parameter: Lightning rebuilds mappings of their class in that way, to move what is in them.
     """
 
-    __slots__ = ("_parameter", "plain")
+    __slots__ = ("_local", "_parameter", "_table", "_values")
 
     def __init__(self, values: Mapping[str, Any] | None = None) -> None:
-        self.plain: dict[str, Any] = dict(values or {})
+        self._values: dict[str, Any] = dict(values or {})
+        self._table = StateTable()
+        self._local: Any = None
         self._parameter: ShardedParameter | None = None
 
     @classmethod
-    def over(cls, plain: dict[str, Any], parameter: ShardedParameter) -> ShownValues:
+    def over(cls, table: StateTable, local: Any, parameter: ShardedParameter) -> ShownValues:
         """A view of the optimizer's own values of a parameter, which are read and written."""
-        view = cls()
-        view.plain, view._parameter = plain, parameter
+        view = cls.__new__(cls)
+        view._table, view._local, view._parameter = table, local, parameter
+        view._values = table.own(local)
         return view
 
+    def own(self) -> dict[str, Any]:
+        """The optimizer's own values, which are this parameter's alone from now on."""
+        if self._table.is_own(self._local, self._values):
+            self._table.separate(self._table.joined(self._local))
+        return self._values
+
+    def _to_look_at(self) -> dict[str, Any]:
+        """The optimizer's own values, which may be those of several parameters together."""
+        if self._table.is_own(self._local, self._values):
+            values: dict[str, Any] = self._table[self._table.flat[self._local].rows]
+            return values
+        return self._values
+
     def __getitem__(self, name: str) -> Any:
-        value = self.plain[name]
+        values = self._to_look_at()
+        value = values[name]
+        if values is not self._values:
+            flat = self._table.flat[self._local]
+            value = self.own()[name] if flat.is_number(value) else flat.part(value, self._local)
         return value if self._parameter is None else as_shown(name, value, self._parameter)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        self.plain[name] = value if self._parameter is None else taken(name, value, self._parameter)
+        self.own()[name] = value if self._parameter is None else taken(name, value, self._parameter)
 
     def __delitem__(self, name: str) -> None:
-        del self.plain[name]
+        del self.own()[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self.plain
+        return name in self._to_look_at()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.plain)
+        return iter(list(self._to_look_at()))
 
     def __len__(self) -> int:
-        return len(self.plain)
+        return len(self._to_look_at())
 
     def __repr__(self) -> str:
         return repr(dict(self))
@@ -74,45 +179,56 @@ class ShownState(MutableMapping[Any, Any]):
     Args:
         state: Of which a table of its own is made, with keys and values of whichever representation. Collective for DTensors whose rows are
             not placed as in the layout.
+        plain: An empty one.
+
+    Attributes:
+        plain: The table that the optimizer's own code uses.
     """
 
     __slots__ = ("plain",)
 
-    def __init__(self, state: Mapping[Any, Any] | None = None) -> None:
-        self.plain: MutableMapping[Any, Any] = defaultdict(dict)
+    def __init__(self, state: Mapping[Any, Any] | None = None, plain: StateTable | None = None) -> None:
+        self.plain = StateTable() if plain is None else plain
         self.update(state or {})
 
     @classmethod
-    def over(cls, plain: MutableMapping[Any, Any]) -> ShownState:
+    def over(cls, plain: StateTable) -> ShownState:
         """A view of the table that the optimizer's own code uses."""
-        view = cls()
+        view = cls.__new__(cls)
         view.plain = plain
         return view
 
     def __getitem__(self, key: Any) -> Any:
-        values, parameter = self.plain[as_local(key)], as_sharded(key)
-        return values if parameter is None or not isinstance(values, dict) else ShownValues.over(values, parameter)
+        local, parameter = as_local(key), as_sharded(key)
+        values = self.plain.own(local)
+        if parameter is None or not isinstance(values, dict):
+            return values
+        return ShownValues.over(self.plain, local, parameter)
 
     def __setitem__(self, key: Any, values: Any) -> None:
-        parameter = as_sharded(key)
+        local, parameter = as_local(key), as_sharded(key)
         if parameter is not None and isinstance(values, Mapping):
-            plain_values = values.plain if isinstance(values, ShownValues) else values
+            plain_values = values.own() if isinstance(values, ShownValues) else values
             values = {name: taken(name, value, parameter) for name, value in plain_values.items()}
-        self.plain[as_local(key)] = values
+        self.plain.separate(self.plain.joined(local))
+        self.plain[local] = values
 
     def __delitem__(self, key: Any) -> None:
-        del self.plain[as_local(key)]
+        local = as_local(key)
+        self.plain.separate(self.plain.joined(local))
+        del self.plain[local]
 
     def __contains__(self, key: object) -> bool:
-        return as_local(key) in self.plain
+        local = as_local(key)
+        return local in self.plain or self.plain.joined(local) is not None
 
     def __iter__(self) -> Iterator[Any]:
-        for key in self.plain:
+        for key in self.plain.keys_shown():
             parameter = as_sharded(key)
             yield key if parameter is None else parameter
 
     def __len__(self) -> int:
-        return len(self.plain)
+        return len(self.plain.keys_shown())
 
     def __repr__(self) -> str:
         return repr(dict(self))
@@ -141,7 +257,8 @@ class ShownState(MutableMapping[Any, Any]):
         return self[key]
 
     def clear(self) -> None:
-        """Remove all values from the optimizer's own table, which frees their memory at once."""
+        """Remove all values from the optimizer's own table, which frees their memory unless a program has kept them."""
+        self.plain.separate_all()
         self.plain.clear()
 
     def copy(self) -> defaultdict[Any, Any]:

@@ -22,7 +22,7 @@ from lightning_mfsdp.engine.core.rows_exchange import sharded_alike
 from lightning_mfsdp.engine.core.sharded_parameter import ShardedParameter
 from lightning_mfsdp.engine.core.sharded_tensor import ShardedTensor
 
-__all__ = ["as_shown", "refuse_left_behind", "show_state", "take_state", "taken"]
+__all__ = ["as_shown", "has_shape", "refuse_left_behind", "show_state", "take_state", "taken"]
 
 # State of PyTorch's optimizers that is one number for a parameter of any shape. Only for 0-D parameters the shape is ambiguous.
 _NUMBERS = frozenset(("step", "eta", "mu", "mu_product"))
@@ -75,14 +75,14 @@ def refuse_left_behind(optimizer: Optimizer, what: str) -> None:
         )
 
 
-def _has_shape(key: str, value: Any, shape: torch.Size) -> bool:
+def has_shape(key: str, value: Any, shape: torch.Size) -> bool:
     """Whether state has the shape that a parameter has, whole or here, because it has a number for each of its numbers."""
     return isinstance(value, Tensor) and value.shape == shape and (value.dim() > 0 or key not in _NUMBERS)
 
 
 def as_shown(key: str, value: Any, parameter: ShardedParameter) -> Any:
     """State of local rows as users see it: a DTensor over the same memory, where it is shaped like them, of no class of its own."""
-    is_plain = type(value) in (Tensor, nn.Parameter) and _has_shape(key, value, parameter._local_tensor.shape)
+    is_plain = type(value) in (Tensor, nn.Parameter) and has_shape(key, value, parameter._local_tensor.shape)
     return ShardedTensor.over(value, parameter) if is_plain else value
 
 
@@ -93,6 +93,6 @@ def taken(key: str, value: Any, parameter: ShardedParameter) -> Any:
         value = value._local_tensor  # itself, and not a view of it
     elif isinstance(value, DTensor):
         value = value.full_tensor()
-    if local_shape != shape and _has_shape(key, value, shape):
+    if local_shape != shape and has_shape(key, value, shape):
         value = parameter.of_whole(value).clone()
     return value
