@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,10 +39,10 @@ from lightning_mfsdp.engine.core.parameter import Entry
 from lightning_mfsdp.engine.core.rows import sharded_axes
 from lightning_mfsdp.engine.core.writes import OwnCode
 from lightning_mfsdp.engine.optimizer.driver import OptimizerDriver, OptimizerSupport
-from lightning_mfsdp.engine.optimizer.flat_rows import FlatRows, flat_rows_of
 from lightning_mfsdp.engine.optimizer.local_rows import LocalRowsOptimizer
 from lightning_mfsdp.engine.optimizer.norm import GradientPlaces
-from lightning_mfsdp.engine.optimizer.shown_state import ShownState, StateTable
+from lightning_mfsdp.engine.optimizer.representations import Representations, hold
+from lightning_mfsdp.engine.optimizer.shown_state import ShownState
 from lightning_mfsdp.engine.optimizer.state import refuse_left_behind, show_state, take_state, taken
 
 __all__ = ["ELEMENTWISE_OPTIMIZERS", "adopt_optimizer", "gradient_places", "prepare_state", "steps_rows"]
@@ -102,105 +102,6 @@ def prepare_state(optimizer: Optimizer) -> None:
             hook.begin_state(optimizer)
 
 
-class _Representations:
-    """What one optimizer holds: local rows and their state while its own code runs, and what the module shows at all other times.
-
-    Where both are the same nothing happens here. State is not kept twice: what is shown of it is a view (shown_state.py). Rows of
-    neighbors are stepped as one tensor wherever they can be (flat_rows.py).
-
-    Attributes:
-        stepped: What the optimizer steps, in the order of `param_groups`; some of them as flat rows.
-        shown: What `param_groups` hold while its own code does not run.
-        is_running: The optimizer's own code runs, or has raised.
-    """
-
-    def __init__(self, stepped: Sequence[list[Tensor]] = (), shown: Sequence[list[Tensor]] | None = None) -> None:
-        self._stepped, self._shown = stepped, stepped if shown is None else shown  # by entry of `param_groups`
-        self.stepped, self.shown = (
-            [one for entry in entries for one in entry] for entries in (self._stepped, self._shown)
-        )
-        self.is_running = False
-        self._flat: list[FlatRows] = []
-        self._flat_of: dict[Tensor, FlatRows] = {}
-        self._together: list[FlatRows] = []  # those that were stepped as one in the last step
-        self._running: Sequence[list[Tensor]] = stepped  # what `param_groups` held in that step
-
-    @property
-    def differ(self) -> bool:
-        """Whether there are two of them."""
-        return self._shown is not self._stepped
-
-    def flatten(self, optimizer: Optimizer) -> None:
-        """Step rows of neighbors as one tensor from now on: the optimizer is elementwise, and nothing else works on rows."""
-        self._flat = flat_rows_of(self._stepped)
-        self._flat_of = {member.local: flat for flat in self._flat for member in flat.members}
-        self.take_state(optimizer)
-
-    def take_state(self, optimizer: Optimizer) -> None:
-        """Show the state, if something else was put in its place."""
-        state: Any = optimizer.state
-        if (
-            self.differ
-            and not self.is_running
-            and (type(state) is not ShownState or state.plain.flat is not self._flat_of)
-        ):
-            optimizer.state = ShownState(state, self._new_table())  # type: ignore[assignment]
-
-    def begin(self, optimizer: Optimizer) -> None:
-        """Put what the optimizer steps into `param_groups` and `state`: its own code is about to run."""
-        if self.is_running or not self.differ:
-            return
-        self.take_state(optimizer)
-        state: Any = optimizer.state
-        entries = optimizer.param_groups
-        together = [flat for flat in self._flat if _joins(flat, state.plain, entries[flat.number])]
-        if together != self._together:
-            self._together, self._running = together, _with_flat_rows(self._stepped, together)
-        # Nothing can fail from here on.
-        self.is_running = True
-        for flat in together:
-            flat.begin_step()
-        for entry, held in zip(entries, self._running, strict=True):
-            _hold(entry, held)
-        optimizer.state = state.plain
-
-    def end(self, optimizer: Optimizer) -> None:
-        """Put what the module shows into `param_groups` and `state`: the optimizer's own code has run."""
-        if self.is_running:
-            self.is_running = False
-            for flat in self._together:
-                flat.end_step()
-            self._show(optimizer)
-            optimizer.state = ShownState.over(optimizer.state)  # type: ignore[assignment, arg-type]
-
-    def end_unfinished(self, optimizer: Optimizer) -> None:
-        """As `end`, where the optimizer's own code may have raised: the user may have put anything into the state since."""
-        if self.is_running:
-            state: Any = optimizer.state
-            if isinstance(state, StateTable):
-                state.separate_all()
-            self.end(optimizer)
-            optimizer.state = ShownState(state, self._new_table())  # type: ignore[assignment]
-
-    def _new_table(self) -> StateTable:
-        return StateTable(self.stepped, self._flat_of)
-
-    def _show(self, optimizer: Optimizer) -> None:
-        """Put back into `param_groups` what the module shows. Entries that someone has exchanged meanwhile stay."""
-        entries = optimizer.param_groups
-        if len(entries) == len(self._running) and all(
-            are_same(entry["params"], held) for entry, held in zip(entries, self._running, strict=True)
-        ):
-            for entry, shown in zip(entries, self._shown, strict=True):
-                _hold(entry, shown)
-            return
-        instead = {id(local): [shown] for local, shown in zip(self.stepped, self.shown, strict=True)}
-        for flat in self._together:
-            instead[id(flat.rows)] = [shown for member in flat.members for shown in instead[id(member.local)]]
-        for entry in entries:
-            _hold(entry, [shown for one in entry["params"] for shown in instead.get(id(one), [one])])
-
-
 class _ShardedStep:
     """What is done around the steps of one optimizer, and the options passed for it. The optimizer's own hooks keep it alive.
 
@@ -215,7 +116,7 @@ class _ShardedStep:
         self._elementwise: bool | None = None
         self._grad_scaler: object | None = None
         self._groups: list[tuple[weakref.ref[ParameterGroup], list[int]]] = []
-        self._held = _Representations()
+        self._held = Representations()
         self._places: GradientPlaces | None = None
         self._is_watched = self._writes_elsewhere = self._may_assign = False
         self._is_due = False  # a step has begun, and the optimizer's own code has not
@@ -256,10 +157,10 @@ class _ShardedStep:
         stepped = [[as_local(parameter) for parameter in entry] for entry in before] if local else sharded
         shown = sharded if hides_rows else stepped
         for options, held in zip(optimizer.param_groups, shown, strict=True):
-            _hold(options, held)
+            hold(options, held)
         _take_over_state(optimizer, local=local, hides_rows=hides_rows)
         self.steps_rows, self._places = local, None
-        self._held = _Representations(stepped, shown)
+        self._held = Representations(stepped, shown)
         self._held.begin(optimizer)
         try:
             self._drivers = self._support.prepare(optimizer, entries_by_group, local=local)
@@ -479,34 +380,6 @@ def _note_step(stepped: Iterable[tuple[ParameterGroup, list[int]]]) -> None:
             by_root.setdefault(root, []).append(group)
     for root, groups in by_root.items():
         root.optimizer_stepped(groups)
-
-
-def _joins(flat: FlatRows, table: StateTable, options: Mapping[str, Any]) -> bool:
-    """Whether members are stepped as one tensor in this step. Their state is joined if so, and separate otherwise.
-
-    What is `capturable` may be recorded in a graph, which goes on with the state that it was recorded with.
-    """
-    together = not (options.get("capturable") or options.get("differentiable")) and flat.have_gradients_together()
-    if together and table.join(flat):
-        return True
-    table.separate(flat)
-    return False
-
-
-def _with_flat_rows(stepped: Iterable[list[Tensor]], together: Iterable[FlatRows]) -> list[list[Tensor]]:
-    """Entries with flat rows in the place of the first of their members."""
-    instead: dict[int, list[Tensor]] = {}
-    for flat in together:
-        instead |= {id(member.local): [] for member in flat.members}
-        instead[id(flat.members[0].local)] = [flat.rows]
-    return [[one for local in entry for one in instead.get(id(local), [local])] for entry in stepped]
-
-
-def _hold(group: dict[str, Any], parameters: Sequence[Tensor]) -> None:
-    if isinstance(group["params"], list):
-        group["params"][:] = parameters
-    else:
-        group["params"] = list(parameters)
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
