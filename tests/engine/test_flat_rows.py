@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_mfsdp.engine import ELEMENTWISE_OPTIMIZERS, fully_shard, fully_shard_optimizer
+from lightning_mfsdp.engine import ELEMENTWISE_OPTIMIZERS, MixedPrecisionPolicy, fully_shard, fully_shard_optimizer
+from lightning_mfsdp.engine.optimizer import shown_state
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import DOUBLE, inputs, loss_of, sharded_chain
 from tests.helpers.nights import NIGHT
@@ -248,6 +249,8 @@ def assert_same(found: Any, expected: Any, what: str) -> None:
         assert found == expected, what
 
 
+@mock.patch.object(shown_state, "STEPS_APART", 1)
+@mock.patch.object(shown_state, "MOST_STEPS_APART", 1)
 def drawn_programs_see_what_plain_pytorch_shows(rank: int, world: int) -> None:
     for number, make in enumerate(makers() * (8 if NIGHT else 1)):
         plain, sharded = (Trained(make, sharded=is_sharded) for is_sharded in (False, True))
@@ -278,60 +281,176 @@ def stepped(optimizer: Optimizer) -> list[int]:
     return found
 
 
-def a_unit_is_one_tensor_until_its_parameters_differ(rank: int, world: int) -> None:
+def lengths(model: nn.Module) -> tuple[list[int], list[int]]:
+    """Elements of the rows of each unit of a chain on this rank, and of each parameter."""
+    units = (*model.layers, model.out)
+    by_parameter = [[one.to_local().numel() for one in unit.parameters()] for unit in units]
+    return [sum(own) for own in by_parameter], [length for own in by_parameter for length in own]
+
+
+def trained_chain(**options: Any) -> tuple[nn.Module, Optimizer]:
+    """After a step, whose gradients were cleared."""
     model = sharded_chain()
-    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
-    own = [sum(one.to_local().numel() for one in unit.parameters()) for unit in (*model.layers, model.out)]
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), **{"lr": 0.1, **options}))
+    train_chain(model, optimizer)
+    return model, optimizer
 
-    def step(*, without: Tensor | None = None) -> list[int]:
-        loss_of(model, inputs(0)).backward()
-        if without is not None:
-            without.grad = None
-        found = stepped(optimizer)
-        optimizer.zero_grad()
-        return found
 
-    assert step() == own
+def train_chain(model: nn.Module, optimizer: Optimizer, *, without: Tensor | None = None) -> list[int]:
+    loss_of(model, inputs(0)).backward()
+    if without is not None:
+        without.grad = None
+    found = stepped(optimizer)
+    optimizer.zero_grad()
+    return found
+
+
+@mock.patch.object(shown_state, "STEPS_APART", 2)
+def a_unit_is_one_tensor_until_its_parameters_differ(rank: int, world: int) -> None:
+    model, optimizer = trained_chain()
+    together, apart = lengths(model)
+    first_apart = [*apart[:2], *together[1:]]
+    assert train_chain(model, optimizer) == together
     bias = model.layers[0].bias
-    assert float(optimizer.state[bias]["step"]) == 1
-    assert step() == own, "numbers that were read are equal still, and join again"
+    for number in (2, 5):
+        assert float(optimizer.state[bias]["step"]) == number
+        found = [train_chain(model, optimizer) for _ in range(3)]
+        assert found == [first_apart, first_apart, together], "it joins again, as a program may read it in each step"
     storages = {
         optimizer.state[one]["exp_avg"].to_local().untyped_storage().data_ptr() for one in model.layers[1].parameters()
     }
     assert len(storages) == 1, "moments lie in one memory, so nothing is copied where they join"
-    parts = [one.to_local().numel() for one in model.layers[0].parameters()]
-    assert step(without=bias) == parts + own[1:]
-    assert step() == parts + own[1:], "numbers differ from now on"
+    assert train_chain(model, optimizer, without=bias) == first_apart
+    assert [train_chain(model, optimizer) for _ in range(6)] == [first_apart] * 6, "numbers differ"
     optimizer.state[bias]["step"].add_(1)
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert step() == own, "what is loaded is looked at anew"
+    assert [train_chain(model, optimizer) for _ in range(6)][-1] == together, "and are equal now"
 
 
-def two_groups_of_a_unit_are_two_tensors(rank: int, world: int) -> None:
+@mock.patch.object(shown_state, "STEPS_APART", 1)
+def what_a_program_keeps_of_state_stays_that_of_the_optimizer(rank: int, world: int) -> None:
+    model, optimizer = trained_chain()
+    apart = lengths(model)[1]
+    parameters = list(model.parameters())
+    kept = [optimizer.state[one]["step"] for one in parameters]
+    assert [train_chain(model, optimizer) for _ in range(4)] == [apart] * 4
+    assert [float(number) for number in kept] == [5.0] * len(kept)
+    kept[0].zero_()
+    assert [float(optimizer.state[one]["step"]) for one in parameters] == [0.0] + [5.0] * (len(kept) - 1)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    moments = optimizer.state[parameters[-1]]["exp_avg"]
+    train_chain(model, optimizer)
+    assert torch.equal(moments.full_tensor(), optimizer.state[parameters[-1]]["exp_avg"].full_tensor())
+    del moments
+    for one in parameters:
+        optimizer.state[one]["log"] = []
+    for _ in range(4):
+        train_chain(model, optimizer)
+    optimizer.state[parameters[-1]]["log"].append(1)
+    assert [optimizer.state[one]["log"] for one in parameters] == [[]] * (len(kept) - 1) + [[1]]
+
+
+def state_survives_when_there_is_no_memory_to_join_it(rank: int, world: int) -> None:
+    model, optimizer = trained_chain()
+    other = trained_chain()
+    optimizer.load_state_dict(copy.deepcopy(other[1].state_dict()))
+    loss_of(model, inputs(1)).backward()
+    with (
+        mock.patch.object(torch, "empty_like", side_effect=torch.OutOfMemoryError),
+        pytest.raises(torch.OutOfMemoryError),
+    ):
+        optimizer.step()
+    optimizer.step()
+    loss_of(other[0], inputs(1)).backward()
+    other[1].step()
+    for one, expected in zip(model.parameters(), other[0].parameters(), strict=True):
+        assert torch.equal(one.full_tensor(), expected.full_tensor())
+
+
+def gradients_are_cleared_after_a_step_that_raised(rank: int, world: int) -> None:
+    model, optimizer = trained_chain()
+    loss_of(model, inputs(1)).backward()
+    with (
+        mock.patch("torch.optim.adam._single_tensor_adam", side_effect=torch.OutOfMemoryError),
+        pytest.raises(torch.OutOfMemoryError),
+    ):
+        optimizer.step()
+    optimizer.zero_grad()
+    x = inputs(2)
+    loss_of(model, x).backward()
+    found = [one.grad.full_tensor() for one in model.parameters()]
+    for one in model.parameters():
+        one.grad = None
+    loss_of(model, x).backward()
+    for one, gradient in zip(model.parameters(), found, strict=True):
+        assert torch.equal(one.grad.full_tensor(), gradient)
+    optimizer.step()
+
+
+def entries_may_be_divided_otherwise_between_steps(rank: int, world: int) -> None:
+    model, optimizer = trained_chain()
+    parameters = list(model.parameters())
+    (entry,) = optimizer.param_groups
+    del entry["params"][3:]
+    optimizer.param_groups.append({**entry, "params": parameters[3:], "lr": 0.0})
+    before = [one.full_tensor() for one in parameters]
+    train_chain(model, optimizer)
+    assert [torch.equal(one.full_tensor(), was) for one, was in zip(parameters, before, strict=True)] == [
+        number >= 3 for number in range(len(parameters))
+    ]
+    entry["params"].append(optimizer.param_groups[1]["params"].pop(0))
+    before = parameters[3].full_tensor()
+    train_chain(model, optimizer)
+    assert not torch.equal(parameters[3].full_tensor(), before)
+    optimizer.param_groups.append({**entry, "params": []})
+    train_chain(model, optimizer)
+    assert [len(one["params"]) for one in optimizer.param_groups] == [4, len(parameters) - 4, 0]
+
+
+def a_copy_of_a_moment_is_as_long_as_its_rows(rank: int, world: int) -> None:
+    model, optimizer = trained_chain()
+    for one in model.parameters():
+        copied = copy.deepcopy(optimizer.state[one]["exp_avg"]).to_local()
+        assert copied.untyped_storage().nbytes() == copied.nbytes
+
+
+def two_entries_with_parameters_of_a_unit_are_two_tensors(rank: int, world: int) -> None:
     model = sharded_chain()
     groups = [{"params": [one for one in model.parameters() if (one.dim() < 2) is small]} for small in (False, True)]
     optimizer = fully_shard_optimizer(torch.optim.AdamW(groups, lr=0.1))
-    loss_of(model, inputs(0)).backward()
-    assert len(stepped(optimizer)) == len(list(model.parameters()))
+    assert len(train_chain(model, optimizer)) == len(list(model.parameters()))
+
+
+def parameters_are_stepped_one_by_one_where_that_is_asked_for_or_rounds_otherwise(rank: int, world: int) -> None:
+    for options in ({"foreach": False}, {"fused": True}):
+        model, optimizer = trained_chain(**options)
+        assert train_chain(model, optimizer) == lengths(model)[1], options
+    half = sharded_chain(policy=MixedPrecisionPolicy(main_params_dtype=torch.bfloat16, main_grads_dtype=torch.bfloat16))
+    assert next(half.parameters()).dtype == torch.bfloat16
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(half.parameters(), lr=0.1))
+    assert train_chain(half, optimizer) == lengths(half)[1]
 
 
 def what_may_be_recorded_in_a_graph_is_stepped_parameter_by_parameter(rank: int, world: int) -> None:
     """A graph goes on with the state that it was recorded with."""
     model = sharded_chain()
-    optimizer = fully_shard_optimizer(torch.optim.Adadelta(model.parameters(), foreach=False))
+    optimizer = fully_shard_optimizer(torch.optim.Adadelta(model.parameters()))
     for capturable in (False, True):
         optimizer.param_groups[0]["capturable"] = capturable
-        loss_of(model, inputs(0)).backward()
         with mock.patch.object(torch.compiler, "is_compiling", return_value=True):  # or it is refused on CPU
-            found = stepped(optimizer)
-        optimizer.zero_grad()
-        assert (len(found) == len(list(model.parameters()))) is capturable
+            found = train_chain(model, optimizer)
+        assert found == lengths(model)[capturable]
 
 
 CASES = [
     drawn_programs_see_what_plain_pytorch_shows,
     a_unit_is_one_tensor_until_its_parameters_differ,
-    two_groups_of_a_unit_are_two_tensors,
+    what_a_program_keeps_of_state_stays_that_of_the_optimizer,
+    state_survives_when_there_is_no_memory_to_join_it,
+    gradients_are_cleared_after_a_step_that_raised,
+    entries_may_be_divided_otherwise_between_steps,
+    a_copy_of_a_moment_is_as_long_as_its_rows,
+    two_entries_with_parameters_of_a_unit_are_two_tensors,
+    parameters_are_stepped_one_by_one_where_that_is_asked_for_or_rounds_otherwise,
     what_may_be_recorded_in_a_graph_is_stepped_parameter_by_parameter,
 ]
 WORLDS = {1: CASES, 2: CASES}

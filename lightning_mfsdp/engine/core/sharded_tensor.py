@@ -306,7 +306,9 @@ class ShardedTensor(DTensor):
         return self.detach().requires_grad_(self.requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return ShardedTensor.over(copy.deepcopy(self._local_tensor.detach(), memo), self)
+        return ShardedTensor.over(
+            self._local_tensor.detach().clone(), self
+        )  # its rows, and not the buffer that they lie in
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.is_whole:

@@ -184,7 +184,7 @@ class _ShardedStep:
     def _take_over_new(self, optimizer: Optimizer) -> None:
         """Adopt what was added to `param_groups` since, and put them into their state between steps, also after a step that raised."""
         self._held.end_unfinished(optimizer)
-        if not are_same(self._held.shown, _parameters(optimizer)):
+        if not self._held.are_shown(optimizer):
             self._take_over(optimizer)
 
     def gradient_places(self, held: Sequence[Tensor]) -> GradientPlaces:
@@ -433,7 +433,7 @@ def _take_over_state(optimizer: Optimizer, *, local: bool, hides_rows: bool) -> 
     state: Any = optimizer.state
     if type(state) is ShownState:
         state.plain.separate_all()
-        optimizer.state = state.plain if local else state.as_table()
+        optimizer.state = state.plain.copy() if local else state.as_table()
     for key, values in list(optimizer.state.items()):
         owner = owner_of(key)
         if owner is None:

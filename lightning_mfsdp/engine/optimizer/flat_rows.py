@@ -11,6 +11,7 @@ members; or separate, where moments are views of the same memory.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_mfsdp.base import compat
 from lightning_mfsdp.engine.core.gradients import gradient_dtype
 from lightning_mfsdp.engine.core.group import ParameterGroup, place_of
 from lightning_mfsdp.engine.optimizer.state import has_shape
@@ -73,14 +75,10 @@ class FlatRows:
     def have_gradients_together(self) -> bool:
         """Whether all members have gradients, and these are the main gradient; or none has one."""
         group = self._group()
-        if self.members[0].local.grad is None or group is None or not group.gradients.is_open:
-            for member in self.members:  # noqa: SIM110 - a generator costs host time, in every unit
-                if member.local.grad is not None:
-                    return False
-            return True
-        views = group.gradients.main.views
-        for member in self.members:  # noqa: SIM110 - as above
-            if member.local.grad is not views[member.index]:
+        has_gradients = self.members[0].local.grad is not None and group is not None and group.gradients.is_open
+        views = group.gradients.main.views if has_gradients and group is not None else None
+        for member in self.members:  # noqa: SIM110 - a generator costs host time, in every unit
+            if member.local.grad is not (None if views is None else views[member.index]):
                 return False
         return True
 
@@ -92,6 +90,13 @@ class FlatRows:
     def end_step(self) -> None:
         """Forget the gradient: references to its memory are counted (gradients.py)."""
         self.rows.grad = None
+
+    def end_failed_step(self) -> None:
+        """As `end_step` after a step that raised, since which a program may have cleared the gradient where `param_groups` hold `rows`."""
+        if self.rows.grad is None:
+            for member in self.members:
+                member.local.grad = None
+        self.end_step()
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -106,33 +111,45 @@ class FlatRows:
         return value.clone() if self.is_number(value) else self._member_of[local].of(value)
 
     def joined(self, tables: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-        """The joined state of all members, whose own tables it empties; `None` if they are not alike, or numbers differ.
+        """The joined state of all members, whose own tables are empty then. `None`: they stay as they are, and separate.
 
         Args:
             tables: State of each member.
         """
-        return {name: self._joined(name, tables) for name in list(tables[0])} if self._are_alike(tables) else None
+        if not self._are_alike(tables):
+            return None
+        joined = {name: self._joined(name, tables) for name in tables[0]}
+        for values in tables:
+            values.clear()
+        return joined
 
     def _are_alike(self, tables: Sequence[dict[str, Any]]) -> bool:
+        """Whether all have the same names, numbers are equal, and no program has a tensor that would no longer be the optimizer's."""
         if any(type(values) is not dict or values.keys() != tables[0].keys() for values in tables):
             return False
-        for name in tables[0]:
-            values = [values[name] for values in tables]
-            tensors = [value for value in values if isinstance(value, Tensor)]
-            if not tensors:
-                if any(type(value) is not type(values[0]) or value != values[0] for value in values):
-                    return False
-                continue
-            first = tensors[0]
-            if len(tensors) < len(values) or any(
-                value.dtype != first.dtype or value.device != first.device for value in tensors
-            ):
-                return False
-            if self._are_shaped(name, tensors):
-                continue
-            if first.dim() or any(value.dim() for value in tensors) or not bool((torch.stack(tensors) == first).all()):
-                return False
-        return True
+        return all(self._can_join(name, tables) for name in tables[0])
+
+    def _can_join(self, name: str, tables: Sequence[dict[str, Any]]) -> bool:
+        values = [values[name] for values in tables]
+        first = values[0]
+        if not isinstance(first, Tensor):  # what may be changed in place is of one parameter
+            is_plain = first is None or isinstance(first, (bool, int, float, str))
+            return is_plain and all(type(value) is type(first) and value == first for value in values)
+        if any(
+            not isinstance(value, Tensor) or value.dtype != first.dtype or value.device != first.device
+            for value in values
+        ):
+            return False
+        is_shaped = self._are_shaped(name, values)
+        if is_shaped and self._in_one_memory(values) is not None:
+            return True
+        del values, first
+        if any(_is_referenced(values, name) for values in tables):
+            return False
+        numbers = [] if is_shaped else [values[name] for values in tables]
+        return all(number.dim() == 0 for number in numbers) and (
+            not numbers or bool((torch.stack(numbers) == numbers[0]).all())
+        )
 
     def _are_shaped(self, name: str, values: Sequence[Tensor]) -> bool:
         """Whether each value has a number for each number of the member's rows."""
@@ -141,15 +158,15 @@ class FlatRows:
         )
 
     def _joined(self, name: str, tables: Sequence[dict[str, Any]]) -> Any:
-        """One value for all members; of tensors as long as their rows one that is as long as all, in the memory they have if it is one."""
-        values = [values.pop(name) for values in tables]  # so that memory is freed name by name
+        """One value for all members. Tensors as long as their rows come to lie in one memory, in which members have their parts at once."""
+        values = [values[name] for values in tables]
         if not isinstance(values[0], Tensor) or not self._are_shaped(name, values):
             return values[0]
         if (flat := self._in_one_memory(values)) is not None:
             return flat
         flat = torch.empty_like(self.rows, dtype=values[0].dtype, device=values[0].device, requires_grad=False)
-        for member, value in zip(self.members, values, strict=True):
-            member.of(flat).copy_(value)
+        for member, own in zip(self.members, tables, strict=True):
+            own[name] = member.of(flat).copy_(own[name])
         return flat
 
     def _in_one_memory(self, values: Sequence[Tensor]) -> Tensor | None:
@@ -158,13 +175,18 @@ class FlatRows:
         if not filled:
             return None
         first = filled[0][1]
-        address = first.data_ptr()
-        storage = first.untyped_storage()
+        address, storage = first.data_ptr(), first.untyped_storage().data_ptr()
         for member, value in filled:
             is_next = value.data_ptr() == address + member.start * value.element_size()
-            if not (is_next and value.is_contiguous() and value.untyped_storage().data_ptr() == storage.data_ptr()):
+            if not (is_next and value.is_contiguous() and value.untyped_storage().data_ptr() == storage):
                 return None
         return first.as_strided(self.rows.shape, (1,))
+
+
+def _is_referenced(values: dict[str, Any], name: str) -> bool:
+    """Whether a program has a tensor of a table of state, or another one over its memory."""
+    # The table and the call have the tensor; the tensor and the call its memory.
+    return sys.getrefcount(values[name]) > 2 or compat.storage_users(values[name]) > 2
 
 
 def flat_rows_of(stepped: Sequence[Sequence[Tensor]]) -> list[FlatRows]:
@@ -177,7 +199,7 @@ def flat_rows_of(stepped: Sequence[Sequence[Tensor]]) -> list[FlatRows]:
     for number, parameters in enumerate(stepped):
         by_group: dict[ParameterGroup, set[int]] = {}
         for parameter in parameters:
-            if (place := place_of(parameter)) is not None and _has_flat_gradient(place[0]):
+            if (place := place_of(parameter)) is not None and _can_be_flat(place[0]):
                 by_group.setdefault(place[0], set()).add(place[1])
         for group, indices in by_group.items():
             runs = (run for segment in range(len(group.layout.segments)) for run in _runs(group, segment, indices))
@@ -185,8 +207,14 @@ def flat_rows_of(stepped: Sequence[Sequence[Tensor]]) -> list[FlatRows]:
     return found
 
 
-def _has_flat_gradient(group: ParameterGroup) -> bool:
-    return not group.offloads and gradient_dtype(group) == group.spec.main_dtype
+def _can_be_flat(group: ParameterGroup) -> bool:
+    """Whether the gradient has the main weight's dtype, and numbers are stepped alike wherever they lie.
+
+    PyTorch's kernels for CPUs round the last few numbers of a tensor in half precision otherwise than those before.
+    """
+    dtype = group.spec.main_dtype
+    is_alike = group.device.type != "cpu" or dtype in (torch.float32, torch.float64)
+    return is_alike and not group.offloads and gradient_dtype(group) == dtype
 
 
 def _runs(group: ParameterGroup, segment: int, wanted: set[int]) -> Iterator[tuple[int, int, list[int]]]:

@@ -22,7 +22,7 @@ class Representations:
     neighbors are stepped as one tensor wherever they can be (flat_rows.py).
 
     Attributes:
-        stepped: What the optimizer steps, in the order of `param_groups`; some of them as flat rows.
+        stepped: What the optimizer steps, in the order of `param_groups`: local rows, some of them as flat rows.
         shown: What `param_groups` hold while its own code does not run.
         is_running: The optimizer's own code runs, or has raised.
     """
@@ -30,18 +30,26 @@ class Representations:
     def __init__(self, stepped: Sequence[list[Tensor]] = (), shown: Sequence[list[Tensor]] | None = None) -> None:
         self._stepped, self._shown = stepped, stepped if shown is None else shown  # by entry of `param_groups`
         self.stepped, self.shown = (
-            [one for entry in entries for one in entry] for entries in (self._stepped, self._shown)
+            [one for held in entries for one in held] for entries in (self._stepped, self._shown)
         )
         self.is_running = False
         self._flat: list[FlatRows] = []
         self._flat_of: dict[Tensor, FlatRows] = {}
-        self._together: list[FlatRows] = []  # those that were stepped as one in the last step
-        self._running: Sequence[list[Tensor]] = stepped  # what `param_groups` held in that step
+        # Of the last step, or of the one that is running: what is stepped as flat rows, and what `param_groups` hold.
+        self._together: list[FlatRows] = []
+        self._in_step: Sequence[list[Tensor]] = stepped
 
     @property
     def differ(self) -> bool:
         """Whether there are two of them."""
         return self._shown is not self._stepped
+
+    def are_shown(self, optimizer: Optimizer) -> bool:
+        """Whether `param_groups` hold what they did between the last steps, each entry the same."""
+        entries = optimizer.param_groups
+        return len(entries) == len(self._shown) and all(
+            are_same(entry["params"], shown) for entry, shown in zip(entries, self._shown, strict=True)
+        )
 
     def flatten(self, optimizer: Optimizer) -> None:
         """Step rows of neighbors as one tensor from now on: the optimizer is elementwise, and nothing else works on rows."""
@@ -68,12 +76,12 @@ class Representations:
         entries = optimizer.param_groups
         together = [flat for flat in self._flat if _joins(flat, state.plain, entries[flat.number])]
         if together != self._together:
-            self._together, self._running = together, _with_flat_rows(self._stepped, together)
+            self._together, self._in_step = together, _with_flat_rows(self._stepped, together)
         # Nothing can fail from here on.
         self.is_running = True
         for flat in together:
             flat.begin_step()
-        for entry, held in zip(entries, self._running, strict=True):
+        for entry, held in zip(entries, self._in_step, strict=True):
             hold(entry, held)
         optimizer.state = state.plain
 
@@ -92,6 +100,8 @@ class Representations:
             state: Any = optimizer.state
             if isinstance(state, StateTable):
                 state.separate_all()
+            for flat in self._together:
+                flat.end_failed_step()
             self.end(optimizer)
             optimizer.state = ShownState(state, self._new_table())  # type: ignore[assignment]
 
@@ -101,8 +111,8 @@ class Representations:
     def _show(self, optimizer: Optimizer) -> None:
         """Put back into `param_groups` what the module shows. Entries that someone has exchanged meanwhile stay."""
         entries = optimizer.param_groups
-        if len(entries) == len(self._running) and all(
-            are_same(entry["params"], held) for entry, held in zip(entries, self._running, strict=True)
+        if len(entries) == len(self._in_step) and all(
+            are_same(entry["params"], held) for entry, held in zip(entries, self._in_step, strict=True)
         ):
             for entry, shown in zip(entries, self._shown, strict=True):
                 hold(entry, shown)
@@ -125,10 +135,12 @@ def hold(group: dict[str, Any], parameters: Sequence[Tensor]) -> None:
 def _joins(flat: FlatRows, table: StateTable, options: Mapping[str, Any]) -> bool:
     """Whether members are stepped as one tensor in this step. Their state is joined if so, and separate otherwise.
 
-    What is `capturable` may be recorded in a graph, which goes on with the state that it was recorded with.
+    What is `capturable` may be recorded in a graph, which goes on with the state that it was recorded with. `foreach=False` asks for
+    memory of one parameter at a time; PyTorch's `fused` kernels for CPUs round the last few numbers otherwise than those before.
     """
-    together = not (options.get("capturable") or options.get("differentiable")) and flat.have_gradients_together()
-    if together and table.join(flat):
+    is_alone = options.get("capturable") or options.get("differentiable") or options.get("foreach") is False
+    is_uneven = options.get("fused") and flat.rows.device.type == "cpu"
+    if not (is_alone or is_uneven) and flat.have_gradients_together() and table.join(flat):
         return True
     table.separate(flat)
     return False

@@ -6,10 +6,11 @@ State is kept once, in the table. Of parameters whose rows are stepped as one te
     separate    under each member's local rows: moments that are views of the same memory, and a number for each
 
 It is joined when the optimizer's own code begins, if it can be so, and separate once a program has read or written a number of it, which it
-may keep and write to.
+may keep and write to. Each member has a dictionary of its own, which a program may hold; it is empty while state is joined.
 
 A `ShownState` is a view of the table with the keys of `module.parameters()` and with DTensors of their shape, over the same memory. What is
-written to the view is written to the table, and what is taken out of it is gone, so moving or clearing state frees its memory at once.
+written to the view is written to the table, and what is taken out of it is gone, so moving or clearing state frees its memory: that of
+joined moments once the last member's part is gone.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from lightning_mfsdp.engine.optimizer.state import as_shown, taken
 
 __all__ = ["ShownState", "ShownValues", "StateTable"]
 
+STEPS_APART = 16  # until state that was made separate is joined again: a program may look at it, or leave gradients out, in every step
+MOST_STEPS_APART = 4096  # after state was found in step upon step that cannot be joined
+
 
 class StateTable(defaultdict[Any, Any]):
     """State by what the optimizer steps.
@@ -36,7 +40,7 @@ class StateTable(defaultdict[Any, Any]):
         flat: The flat rows of each of them that has some.
 
     Attributes:
-        flat: The same.
+        flat: As given.
     """
 
     def __init__(self, held: Sequence[Tensor] = (), flat: Mapping[Any, FlatRows] | None = None) -> None:
@@ -46,7 +50,9 @@ class StateTable(defaultdict[Any, Any]):
         self._joined_values: dict[
             Tensor, dict[str, Any]
         ] = {}  # by member: what holds its values while they are separate
-        self._apart: set[FlatRows] = set()  # which cannot join: numbers differ, or some members have no state
+        self._apart: dict[
+            FlatRows, tuple[int, int]
+        ] = {}  # that do not join for some steps: how many to go, of how many
 
     def __setitem__(self, key: Any, values: Any) -> None:
         super().__setitem__(key, values.own() if isinstance(values, ShownValues) else values)
@@ -64,6 +70,12 @@ class StateTable(defaultdict[Any, Any]):
         """Whether values are those of a member whose state is joined, so that they are empty."""
         return self.joined(local) is not None and self._joined_values.get(local) is values
 
+    def copy(self) -> Any:
+        """An ordinary table of the same."""
+        return defaultdict(dict, self)
+
+    __copy__ = copy
+
     def keys_shown(self) -> list[Any]:
         """Keys with local rows in the place of flat ones: in the order of `param_groups`, which all ranks have, and then others."""
         held = [local for local in self._held if local in self or self.joined(local) is not None]
@@ -71,21 +83,24 @@ class StateTable(defaultdict[Any, Any]):
         return held + [key for key in self if key not in known]
 
     def join(self, flat: FlatRows) -> bool:
-        """Join the state of members, if it can be so. Returns whether it is joined, or there is none."""
+        """Join the state of members in a step, if it can be so. Returns whether it is joined, or there is none."""
         if flat.rows in self:
             return True
-        if flat in self._apart:
+        left, steps = self._apart.get(flat, (0, STEPS_APART))
+        if left:
+            self._apart[flat] = (left - 1, steps)
             return False
         values = {member.local: self.get(member.local, {}) for member in flat.members}
-        if any(own != {} for own in values.values()):
+        if any(own is None or len(own) for own in values.values()):
             joined = flat.joined(list(values.values()))
             if joined is None:
-                self._apart.add(flat)
+                self._apart[flat] = (steps, min(2 * steps, MOST_STEPS_APART))
                 return False
             for local in values:
                 self.pop(local, None)
             self[flat.rows] = joined
         self._joined_values.update(values)  # also of those that the optimizer's own code may bring state of now
+        self._apart.pop(flat, None)
         return True
 
     def separate(self, flat: FlatRows | None) -> None:
@@ -96,6 +111,7 @@ class StateTable(defaultdict[Any, Any]):
             own = self._joined_values.pop(member.local, {})
             own.update({name: flat.part(value, member.local) for name, value in joined.items()})
             self[member.local] = own
+        self._apart[flat] = (STEPS_APART, STEPS_APART)
 
     def separate_all(self) -> None:
         """Make all state separate, which is then that of local rows."""
