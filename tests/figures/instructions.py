@@ -5,7 +5,8 @@ commits do. Instructions that the processor executes do not: counts of one check
 callgrind (`apt-get install valgrind`; a minute for each checkout) in a process of its own for each checkout, two at a time.
 
 The model is 24 blocks of nine parameters, an embedding, a norm and a head, so small that a step is host time alone; the group is of two
-ranks, in which every collective is called and none moves a byte ("fake"). Float32, clipped by its norm, torch's fused AdamW.
+ranks, in which every collective is called and none moves a byte ("fake"). Float32, clipped by its norm, torch's AdamW with `foreach`, which
+it takes by itself on GPUs.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def train(checkout: Path, engine: str) -> None:
         clip = lightning_mfsdp.clip_grad_norm_
     for module in (*model.blocks, model):
         shard(module)
-    optimizer = adopt(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
+    optimizer = adopt(torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True))
     ids, targets = (torch.randint(VOCABULARY, (2, ROWS)) for _ in range(2))
 
     def counting(on: str) -> None:

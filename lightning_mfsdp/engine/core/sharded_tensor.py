@@ -7,7 +7,6 @@ with it is in sharded_functions.py.
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum
