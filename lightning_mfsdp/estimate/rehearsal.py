@@ -54,7 +54,7 @@ class Rehearsal:
         rank: Which of them. Buffers are equal on all; optimizer state differs by padding, and the first rank has the least of that.
         options: Of the strategy.
         precision: Of the Trainer.
-        policy: Fields that replace those of the precision's policy.
+        policy: Fields that replace those of the policy: the options', or the precision's.
         microbatches: `accumulate_grad_batches`.
         node_size: Ranks of a node.
     """
@@ -125,7 +125,9 @@ class _Step:
     def __init__(self, subject: Subject, run: Rehearsal) -> None:
         self._subject, self._run = subject, run
         self._device = torch.device("cpu")
-        policy = replace(default_policy(run.precision), **run.policy) if run.policy else None
+        policy = run.options.policy
+        if run.policy:
+            policy = replace(policy or default_policy(run.precision), **run.policy)
         self._precision = ShardedPrecision(run.precision, policy=policy)
         mesh = run.options.mesh_sizes.connect("cpu", run.ranks, run.node_size)
         # Numbers of ranks are read here, while tensors still have values.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import re
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,14 +59,17 @@ def batch_of(description: str) -> Any:
     Raises:
         ValueError: It is none of these.
     """
-    entries = description.split() if "," not in description else re.findall(r"\S+?\[[^\]]*\]", description)
+    is_tuple = description.startswith("(") and description.endswith(")")
+    inner = description[1:-1] if is_tuple else description
+    entries = inner.split() if "," not in inner else re.findall(r"\S+?\[[^\]]*\]", inner)
     matches = [_ENTRY.fullmatch(entry) for entry in entries]
     names = [match[1] for match in matches if match is not None]
     dtypes = [getattr(torch, match[2], None) for match in matches if match is not None]
     is_mixed = len({name is None for name in names}) > 1
     if not entries or None in matches or is_mixed or not all(isinstance(dtype, torch.dtype) for dtype in dtypes):
         raise ValueError(
-            f'batch {description!r}: expected dtypes and shapes, such as "int64[4,129]", "float32[8,3,224,224] int64[8]" for a tuple, or '
+            f'batch {description!r}: expected dtypes and shapes, such as "int64[4,129]", "float32[8,3,224,224] int64[8]" for a tuple, '
+            '"(int64[4,129])" for one of a single tensor, or '
             '"input_ids=int64[2,128] labels=int64[2,128]" for a mapping'
         )
     tensors = [
@@ -74,7 +79,7 @@ def batch_of(description: str) -> Any:
     ]
     if names[0] is not None:
         return dict(zip(names, tensors, strict=True))
-    return tensors[0] if len(tensors) == 1 else tuple(tensors)
+    return tensors[0] if len(tensors) == 1 and not is_tuple else tuple(tensors)
 
 
 # -- transformers ------------------------------------------------------------------------------------------------------
@@ -115,7 +120,7 @@ def _transformers() -> Any:
         return importlib.import_module("transformers")
     except ImportError as error:
         raise ImportError(
-            f"the memory of a config.json needs transformers ({error}): pip install transformers"
+            f'the memory of a config.json needs transformers ({error}): pip install "lightning-mfsdp[hf]", or transformers alone'
         ) from error
 
 
@@ -201,7 +206,13 @@ def lightning_subject(
                     f"{target}.training_step needs values of tensors ({operator}), and an estimate of memory has shapes alone; "
                     "use a step that computes all of a batch"
                 ) from error
-            raise
+            lines = traceback.extract_tb(error.__traceback__)
+            own = [line for line in lines if line.filename == inspect.getfile(kind)] or lines
+            raise ValueError(
+                f"{target}.training_step failed in line {own[-1].lineno} of {own[-1].filename} ({type(error).__name__}: {error}). An "
+                "estimate has no Trainer, calls no hooks, and has the batch of --batch. Use a step that needs no more; a tuple of one tensor "
+                'is written as "(int64[4,129])"'
+            ) from error
         result = output["loss"] if isinstance(output, Mapping) else output
         if not isinstance(result, Tensor):
             raise ValueError(f"{target}.training_step: expected a loss, a tensor, got {type(result).__name__}")

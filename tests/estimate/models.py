@@ -62,6 +62,13 @@ class ReadsValues(Causal):
         return self.model(input_ids=tokens[tokens != 0].unsqueeze(0)).logits.mean()
 
 
+class AsksItsTrainer(Causal):
+    """As many a module does."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.model(**batch).loss / self.trainer.accumulate_grad_batches
+
+
 class Same(IterableDataset[Any]):
     """One batch over and over."""
 

@@ -99,6 +99,29 @@ def test_a_lightning_module_is_estimated_with_what_a_file_says(run: Any, tmp_pat
     assert facts["most"]["optimizer state"] == facts["most"]["main weights, bfloat16"], "momentum alone, in bf16"
 
 
+def test_options_as_lightning_cli_reads_them_are_taken_from_a_file(run: Any, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    options = "timeout: 0:05:00, policy: {main_params_dtype: torch.bfloat16}"
+    file.write_text(f"trainer: {{strategy: {{class_path: lightning_mfsdp.MFSDPStrategy, init_args: {{{options}}}}}}}\n")
+    code, printed = run(CLASS, "--config", file, "--batch", BATCH, "--gpus", 2, "--json", "--quick")
+    assert code == 0, printed
+    assert "main weights, bfloat16" in json.loads(printed)["most"]
+
+
+def test_gradients_that_wait_for_the_last_microbatch_are_counted(run: Any, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("trainer: {accumulate_grad_batches: 4}\n")
+    whole = 4 * 313_280  # bytes, on every rank
+    found = {}
+    for given in ((), ("--accumulate", 4), ("--config", file), ("--accumulate", 4, "--set", "accumulation=sharded")):
+        code, printed = run(CLASS, *given, "--batch", BATCH, "--gpus", 2, "--json", "--quick", "--reserve", 0)
+        assert code == 0
+        facts = json.loads(printed)
+        found[given] = facts["peak"].get("accumulated gradients", 0), facts["total"]
+    once = found[()][1]
+    assert list(found.values()) == [(0, once), (whole, once + whole), (whole, once + whole), (0, once)]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -128,6 +151,10 @@ def test_a_lightning_module_is_estimated_with_what_a_file_says(run: Any, tmp_pat
         ((CLASS, "--gpus", 2, "--sequence", 8), "--sequence is not for a LightningModule"),
         (("tests.estimate.models:Other", "--gpus", 2), "there is no such class"),
         (("tests.estimate.models:Same", "--gpus", 2), "expected a LightningModule"),
+        (
+            ("tests.estimate.models:AsksItsTrainer", "--gpus", 2, "--batch", BATCH),
+            "tests.estimate.models:AsksItsTrainer.training_step failed in line ",
+        ),
         (
             ("tests.estimate.models:ReadsValues", "--gpus", 2, "--batch", BATCH, "--optimizer", "sgd"),
             "training_step needs values of tensors (aten.nonzero.default)",
@@ -164,6 +191,8 @@ def test_a_process_that_has_a_process_group_is_refused(run: Any, tmp_path: Path)
 def test_a_batch_is_a_tensor_a_tuple_or_a_mapping() -> None:
     tensor = batch_of("int64[4, 129]")
     assert (tensor.shape, tensor.dtype) == ((4, 129), torch.int64)
+    (alone,) = batch_of("(int64[4,129])")
+    assert alone.shape == (4, 129)
     images, labels = batch_of("float32[8,3,2,2] int64[8]")
     assert (images.shape, labels.shape) == ((8, 3, 2, 2), (8,))
     assert {name: value.shape for name, value in batch_of("a=int64[2] b=bool[2,1]").items()} == {"a": (2,), "b": (2, 1)}

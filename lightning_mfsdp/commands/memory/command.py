@@ -18,6 +18,7 @@ from typing import Any, get_args
 import torch
 
 from lightning_mfsdp.base.tables import table_lines
+from lightning_mfsdp.engine import MixedPrecisionPolicy
 from lightning_mfsdp.estimate import (
     OPTIMIZERS,
     MemoryEstimate,
@@ -65,6 +66,7 @@ def add_memory_command(subparsers: Any) -> None:
     step.add_argument(
         "--optimizer", choices=OPTIMIZERS, help="of a config.json (adamw), or instead of the module's own"
     )
+    step.add_argument("--accumulate", type=int, metavar="N", help="microbatches of a step (accumulate_grad_batches, 1)")
     step.add_argument("--precision", choices=get_args(PrecisionName), help="of the Trainer (bf16-mixed)")
     step.add_argument("--grad-comm-dtype", choices=_GRAD_COMM_DTYPES, help="of gradients that are sent (float32)")
 
@@ -111,15 +113,33 @@ class _Case:
             optimizer=given.optimizer or "adamw",
         )
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether a step has several microbatches, as far as is known: `global_batch_size` sets their number when the loaders are made."""
+        trainer = self.content.get("trainer") or {}
+        number = self.arguments.accumulate or trainer.get("accumulate_grad_batches") or 1
+        return number != 1 or self.run.options.global_batch_size is not None
+
+    def accumulated_bytes(self, estimate: MemoryEstimate) -> int:
+        """Gradients that wait for the last microbatch, of the whole model on every rank (docs/strategies.md)."""
+        options = self.run.options
+        is_whole = self.accumulates and self.run.ranks > 1 and options.accumulation == "local"
+        is_kept_anyway = options.sharding in ("no_shard", 0)
+        return 0 if not is_whole or is_kept_anyway else 4 * estimate.parameters // options.tensor
+
     def estimate(self) -> MemoryEstimate:
         return rehearse(self.subject(), self.run)
 
     def reserve_bytes(self, estimate: MemoryEstimate) -> int:
         given: float | None = self.arguments.reserve
-        return int(_RESERVE_BYTES + _RESERVE_FRACTION * estimate.total) if given is None else int(given * _GIB)
+        counted = estimate.total + self.accumulated_bytes(estimate)
+        return int(_RESERVE_BYTES + _RESERVE_FRACTION * counted) if given is None else int(given * _GIB)
+
+    def total_bytes(self, estimate: MemoryEstimate) -> int:
+        return estimate.total + self.accumulated_bytes(estimate) + self.reserve_bytes(estimate)
 
     def total_gib(self, estimate: MemoryEstimate) -> float:
-        return (estimate.total + self.reserve_bytes(estimate)) / _GIB
+        return self.total_bytes(estimate) / _GIB
 
     def fits(self, estimate: MemoryEstimate) -> bool:
         gib: float = self.arguments.gib
@@ -165,7 +185,7 @@ def _refuse_unused(arguments: Namespace) -> None:
             if is_module:
                 raise ValueError(f"{flag} is not for a LightningModule; use --batch, which says what is in one")
             raise ValueError(f"{flag} is not for a config.json; use --micro-batch and --sequence")
-    for name in ("gpus", "micro_batch", "sequence"):
+    for name in ("gpus", "micro_batch", "sequence", "accumulate"):
         number = getattr(arguments, name)
         if number is not None and number < 1:
             raise ValueError(f"--{name.replace('_', '-')} {number}: expected a positive number")
@@ -224,7 +244,24 @@ def _strategy_of(section: Any) -> dict[str, Any]:
             raise ValueError(f"strategy: expected one of {', '.join(REGISTERED)}, or a class path, got {section!r}")
         arguments, _ = REGISTERED[section]
         return dict(arguments)
-    return dict(section.get("init_args") or {})
+    options = dict(section.get("init_args") or {})
+    options.pop("timeout", None)  # of collectives, in a form that only LightningCLI reads
+    if isinstance(policy := options.get("policy"), Mapping):
+        options["policy"] = _policy_of(policy)
+    return options
+
+
+def _policy_of(section: Mapping[str, Any]) -> MixedPrecisionPolicy:
+    """A policy of a configuration file, where dtypes are names such as torch.bfloat16."""
+    given = section.get("init_args") or {} if "class_path" in section else section
+    values: dict[str, Any] = {
+        name: getattr(torch, value.removeprefix("torch."), value) if isinstance(value, str) else value
+        for name, value in given.items()
+    }
+    try:
+        return MixedPrecisionPolicy(**values)
+    except TypeError as error:
+        raise ValueError(f"policy: expected fields of MixedPrecisionPolicy, got {dict(section)}: {error}") from error
 
 
 def _precision_of(given: Any) -> Any:
@@ -289,6 +326,8 @@ def _search(case: _Case, asked: MemoryEstimate, other: MemoryEstimate | None) ->
 
 def _candidates(case: _Case) -> Iterator[tuple[str, Any]]:
     options, given, run = case.run.options, case.arguments, case.run
+    if case.accumulates and options.accumulation == "local":
+        yield "--set accumulation=sharded", lambda case: case.with_options(accumulation="sharded")
     if options.recompute is None:
         yield "--recompute", lambda case: case.with_options(recompute={})
     if not options.free_gradients:
@@ -325,6 +364,8 @@ def _with_context(case: _Case, size: int) -> _Case:
 def _rows(case: _Case, estimate: MemoryEstimate) -> dict[str, int]:
     """Bytes at the peak by kind, with the reserve; kinds that are never there are left out."""
     kinds = {kind: estimate.peak.get(kind, 0) for kind, most in estimate.most.items() if most}
+    if accumulated := case.accumulated_bytes(estimate):
+        kinds["accumulated gradients"] = accumulated
     return {**kinds, "reserve": case.reserve_bytes(estimate)}
 
 
@@ -386,7 +427,7 @@ def _facts(case: _Case, estimate: MemoryEstimate, other: MemoryEstimate | None, 
             "most": {kind: most for kind, most in one.most.items() if most},
             "moment": one.moment,
             "host": one.host,
-            "total": one.total + case.reserve_bytes(one),
+            "total": case.total_bytes(one),
             "fits": case.fits(one),
         }
 
