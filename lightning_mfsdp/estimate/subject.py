@@ -210,7 +210,7 @@ def lightning_subject(
             own = [line for line in lines if line.filename == inspect.getfile(kind)] or lines
             raise ValueError(
                 f"{target}.training_step failed in line {own[-1].lineno} of {own[-1].filename} ({type(error).__name__}: {error}). An "
-                "estimate has no Trainer, calls no hooks, and has the batch of --batch. Use a step that needs no more; a tuple of one tensor "
+                "estimate has no Trainer, calls no hooks, and has the batch of --batch. Use a step that needs no more; a tuple of one "
                 'is written as "(int64[4,129])"'
             ) from error
         result = output["loss"] if isinstance(output, Mapping) else output

@@ -43,7 +43,12 @@ def load_from_checkpoint(
 
     Raises:
         CheckpointError: There is no checkpoint, it is damaged, or it holds a class that was not allowed.
+        TypeError: Arguments in another order.
     """
+    if not isinstance(module_class, type):
+        raise TypeError(
+            f"load_from_checkpoint: expected a LightningModule's class and then a path, got {module_class!r} first"
+        )
     checkpoint = load_checkpoint(path, weights_only=weights_only, optimizers=False)
     with tempfile.TemporaryFile() as file:
         torch.save(checkpoint, file)

@@ -460,6 +460,7 @@ def test_errors_are_one_line_and_exit_code_2(folder: Path, tmp_path: Path, run: 
         assert "there is nothing at that path" in error(command, tmp_path / "missing")
         assert "is no checkpoint" in error(command, tmp_path / "text")
         assert "is a directory without .metadata" in error(command, tmp_path / "empty")
+        assert "; take one of those in it: not_finite.ckpt, sharded.ckpt" in error(command, folder)
     assert "--trust" in error("info", tmp_path / "objects.ckpt")
     assert run("info", tmp_path / "objects.ckpt", "--trust")[0] == 0
     assert "is a single file already" in error("consolidate", folder / "full.ckpt", tmp_path / "out")

@@ -130,6 +130,8 @@ def test_a_directory_gives_what_torch_load_gives_of_a_file(folder: Path, trained
 
 @pytest.mark.parametrize("kind", ["sharded", "full"])
 def test_a_module_is_made_from_a_checkpoint_of_either_kind(folder: Path, trained: dict[str, Any], kind: str) -> None:
+    with pytest.raises(TypeError, match="expected a LightningModule's class and then a path"):
+        load_from_checkpoint(folder / kind / "one.ckpt", Sparse)  # type: ignore[type-var]
     model = load_from_checkpoint(Sparse, folder / kind / "one.ckpt")
     assert type(model) is Sparse
     assert model.hparams == {"width": 5}

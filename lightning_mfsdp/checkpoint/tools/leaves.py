@@ -97,9 +97,11 @@ def check_table_of_contents(path: Path) -> None:
             raise CheckpointError(
                 f"{path} was written by DeepSpeed; make a directory of it with checkpoint convert first"
             )
+        inside = sorted(one.name for one in path.iterdir() if (one / TABLE_OF_CONTENTS).is_file())
+        said = f"; take one of those in it: {', '.join(inside[:8])}" if inside else ""
         raise CheckpointError(
             f"{path} is a directory without {TABLE_OF_CONTENTS}, so no checkpoint of torch.distributed.checkpoint; expected one, or a file "
-            "of torch.save"
+            f"of torch.save{said}"
         )
 
 
