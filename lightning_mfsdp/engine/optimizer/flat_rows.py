@@ -75,7 +75,7 @@ class FlatRows:
     def have_gradients_together(self) -> bool:
         """Whether all members have gradients, and these are the main gradient; or none has one."""
         group = self._group()
-        has_gradients = self.members[0].local.grad is not None and group is not None and group.gradients.is_open
+        has_gradients = self.members[0].local.grad is not None
         views = group.gradients.main.views if has_gradients and group is not None else None
         for member in self.members:  # noqa: SIM110 - a generator costs host time, in every unit
             if member.local.grad is not (None if views is None else views[member.index]):
@@ -93,9 +93,12 @@ class FlatRows:
 
     def end_failed_step(self) -> None:
         """As `end_step` after a step that raised, since which a program may have cleared the gradient where `param_groups` hold `rows`."""
-        if self.rows.grad is None:
+        group = self._group()
+        if self.rows.grad is None and group is not None and group.gradients.is_open:
+            views = group.gradients.main.views
             for member in self.members:
-                member.local.grad = None
+                if member.local.grad is views[member.index]:
+                    member.local.grad = None
         self.end_step()
 
     # -- state ---------------------------------------------------------------------------------------------------------

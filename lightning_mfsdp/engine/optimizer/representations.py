@@ -74,7 +74,15 @@ class Representations:
         self.take_state(optimizer)
         state: Any = optimizer.state
         entries = optimizer.param_groups
-        together = [flat for flat in self._flat if _joins(flat, state.plain, entries[flat.number])]
+        table = state.plain
+        on_cpu = any(flat.rows.is_cpu for flat in self._flat[:1])
+        may_join = [_may_join(entry, on_cpu=on_cpu) for entry in entries]
+        together: list[FlatRows] = []
+        for flat in self._flat:
+            if may_join[flat.number] and flat.have_gradients_together() and (flat.rows in table or table.join(flat)):
+                together.append(flat)
+            else:
+                table.separate(flat)
         if together != self._together:
             self._together, self._in_step = together, _with_flat_rows(self._stepped, together)
         # Nothing can fail from here on.
@@ -83,7 +91,7 @@ class Representations:
             flat.begin_step()
         for entry, held in zip(entries, self._in_step, strict=True):
             hold(entry, held)
-        optimizer.state = state.plain
+        optimizer.state = table
 
     def end(self, optimizer: Optimizer) -> None:
         """Put what the module shows into `param_groups` and `state`: the optimizer's own code has run."""
@@ -132,18 +140,14 @@ def hold(group: dict[str, Any], parameters: Sequence[Tensor]) -> None:
         group["params"] = list(parameters)
 
 
-def _joins(flat: FlatRows, table: StateTable, options: Mapping[str, Any]) -> bool:
-    """Whether members are stepped as one tensor in this step. Their state is joined if so, and separate otherwise.
+def _may_join(options: Mapping[str, Any], *, on_cpu: bool) -> bool:
+    """Whether rows that an entry of `param_groups` holds may be stepped as one tensor.
 
     What is `capturable` may be recorded in a graph, which goes on with the state that it was recorded with. `foreach=False` asks for
     memory of one parameter at a time; PyTorch's `fused` kernels for CPUs round the last few numbers otherwise than those before.
     """
     is_alone = options.get("capturable") or options.get("differentiable") or options.get("foreach") is False
-    is_uneven = options.get("fused") and flat.rows.device.type == "cpu"
-    if not (is_alone or is_uneven) and flat.have_gradients_together() and table.join(flat):
-        return True
-    table.separate(flat)
-    return False
+    return not (is_alone or (on_cpu and options.get("fused")))
 
 
 def _with_flat_rows(stepped: Iterable[list[Tensor]], together: Iterable[FlatRows]) -> list[list[Tensor]]:
