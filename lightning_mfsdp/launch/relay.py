@@ -120,15 +120,17 @@ class Line:
         return None if None in messages else [message for message in messages if message is not None]
 
     def close(self) -> None:
-        """Close the connection once the other end has all that was sent, and has closed it, too.
+        """Close the connection once the other end has closed it, too, and so has all that was sent; or after `_CLOSING_S`.
 
         A kernel that closes a connection with something unread resets it, and drops what is still to be sent.
         """
-        with contextlib.suppress(OSError):  # it has ended
+        until = time.monotonic() + _CLOSING_S
+        with contextlib.suppress(OSError):  # it has ended, or the time is over
             self.socket.shutdown(socket.SHUT_WR)
-            self.socket.settimeout(_CLOSING_S)
-            while self.socket.recv(65536):
-                pass
+            while (left := until - time.monotonic()) > 0:
+                self.socket.settimeout(left)
+                if not self.socket.recv(65536):
+                    break
         self.socket.close()
 
     def _note_end(self, error: OSError) -> None:

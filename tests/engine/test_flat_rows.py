@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_mfsdp.engine import ELEMENTWISE_OPTIMIZERS, MixedPrecisionPolicy, fully_shard, fully_shard_optimizer
 from lightning_mfsdp.engine.optimizer import shown_state
+from tests.engine.internals import ShardedTensor
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import DOUBLE, inputs, loss_of, sharded_chain
 from tests.helpers.nights import NIGHT
@@ -267,6 +268,11 @@ def drawn_programs_see_what_plain_pytorch_shows(rank: int, world: int) -> None:
         assert_same(sharded.seen(), plain.seen(), f"{number}: {done}")
 
 
+def sharded_alike(rows: Tensor, parameter: Any) -> DTensor:
+    """A sharded tensor over these rows, distributed as a parameter."""
+    return ShardedTensor.over(rows, parameter)
+
+
 def stepped(optimizer: Optimizer) -> list[int]:
     """Take a step; returns the numbers of elements of each tensor that the optimizer's own code has looked at."""
     found: list[int] = []
@@ -347,6 +353,62 @@ def what_a_program_keeps_of_state_stays_that_of_the_optimizer(rank: int, world: 
         train_chain(model, optimizer)
     optimizer.state[parameters[-1]]["log"].append(1)
     assert [optimizer.state[one]["log"] for one in parameters] == [[]] * (len(kept) - 1) + [[1]]
+
+
+@mock.patch.object(shown_state, "STEPS_APART", 1)
+def memory_of_state_that_a_program_has_stays_that_of_the_optimizer(rank: int, world: int) -> None:
+    """As a storage, or because it is an array's."""
+    model, optimizer = trained_chain()
+    parameters = list(model.parameters())
+    kept = [optimizer.state[one]["step"].untyped_storage() for one in parameters]
+    for _ in range(4):
+        train_chain(model, optimizer)
+    assert [torch.tensor(()).set_(one).item() for one in kept] == [5.0] * len(kept)
+    del kept
+    moments = [optimizer.state[one]["exp_avg"].to_local() for one in parameters]
+    arrays = [one.numpy().copy() for one in moments]
+    for one, array in zip(parameters, arrays, strict=True):
+        optimizer.state[one]["exp_avg"] = sharded_alike(torch.from_numpy(array), one)
+    for _ in range(4):
+        train_chain(model, optimizer)
+    for one, array in zip(parameters, arrays, strict=True):
+        assert torch.equal(torch.from_numpy(array), optimizer.state[one]["exp_avg"].to_local())
+
+
+def state_is_found_by_parameter_after_a_step_that_raised(rank: int, world: int) -> None:
+    model, optimizer = trained_chain()
+    parameters = list(model.parameters())
+    loss_of(model, inputs(1)).backward()
+    for look in (
+        lambda: [sorted(optimizer.state[one]) for one in parameters],
+        lambda: [sorted(optimizer.state.get(one, {})) for one in parameters],
+        lambda: [sorted(values) for values in optimizer.state.values()],
+        lambda: [sorted(optimizer.state.setdefault(one, {})) for one in parameters if one in optimizer.state],
+        lambda: [sorted(values) for values in optimizer.state.copy().values()],
+        lambda: [["exp_avg", "exp_avg_sq", "step"]] * len(optimizer.state),
+    ):
+        with (
+            mock.patch("torch.optim.adam.adam", side_effect=torch.OutOfMemoryError),
+            pytest.raises(torch.OutOfMemoryError),
+        ):
+            optimizer.step()
+        assert look() == [["exp_avg", "exp_avg_sq", "step"]] * len(parameters)
+    with mock.patch("torch.optim.adam.adam", side_effect=torch.OutOfMemoryError), pytest.raises(torch.OutOfMemoryError):
+        optimizer.step()
+    assert float(optimizer.state.pop(parameters[0])["step"]) == 1
+    assert parameters[0] not in optimizer.state
+    assert optimizer.state.pop(parameters[0], None) is None
+    optimizer.step()
+    assert [float(optimizer.state[one]["step"]) for one in parameters] == [1.0] + [2.0] * (len(parameters) - 1)
+
+
+def a_number_that_cannot_be_copied_loses_nothing(rank: int, world: int) -> None:
+    model, optimizer = trained_chain()
+    parameters = list(model.parameters())
+    with mock.patch.object(Tensor, "clone", side_effect=torch.OutOfMemoryError), pytest.raises(torch.OutOfMemoryError):
+        _ = optimizer.state[parameters[0]]["step"]
+    assert [float(optimizer.state[one]["step"]) for one in parameters] == [1.0] * len(parameters)
+    assert all("exp_avg" in optimizer.state[one] for one in parameters)
 
 
 def state_survives_when_there_is_no_memory_to_join_it(rank: int, world: int) -> None:
@@ -445,6 +507,9 @@ CASES = [
     drawn_programs_see_what_plain_pytorch_shows,
     a_unit_is_one_tensor_until_its_parameters_differ,
     what_a_program_keeps_of_state_stays_that_of_the_optimizer,
+    memory_of_state_that_a_program_has_stays_that_of_the_optimizer,
+    state_is_found_by_parameter_after_a_step_that_raised,
+    a_number_that_cannot_be_copied_loses_nothing,
     state_survives_when_there_is_no_memory_to_join_it,
     gradients_are_cleared_after_a_step_that_raised,
     entries_may_be_divided_otherwise_between_steps,

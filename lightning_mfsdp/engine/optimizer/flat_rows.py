@@ -187,9 +187,15 @@ class FlatRows:
 
 
 def _is_referenced(values: dict[str, Any], name: str) -> bool:
-    """Whether a program has a tensor of a table of state, or another one over its memory."""
+    """Whether a program has a tensor of a table of state, another one over its memory, or that memory."""
     # The table and the call have the tensor; the tensor and the call its memory.
-    return sys.getrefcount(values[name]) > 2 or compat.storage_users(values[name]) > 2
+    if sys.getrefcount(values[name]) > 2 or compat.storage_users(values[name]) > 2:
+        return True
+    memory, is_on_host = values[name].untyped_storage(), values[name].device.type == "cpu"
+    is_others = not memory.resizable() or (is_on_host and memory.is_shared())  # NumPy's, a file's, a process's
+    fresh = torch.empty(0)
+    of_fresh = fresh.untyped_storage()
+    return is_others or sys.getrefcount(memory) > sys.getrefcount(of_fresh)
 
 
 def flat_rows_of(stepped: Sequence[Sequence[Tensor]]) -> list[FlatRows]:

@@ -79,7 +79,7 @@ class Representations:
         may_join = [_may_join(entry, on_cpu=on_cpu) for entry in entries]
         together: list[FlatRows] = []
         for flat in self._flat:
-            if may_join[flat.number] and flat.have_gradients_together() and (flat.rows in table or table.join(flat)):
+            if may_join[flat.number] and flat.have_gradients_together() and table.join(flat):
                 together.append(flat)
             else:
                 table.separate(flat)

@@ -32,8 +32,32 @@ STEPS_APART = 16  # until state that was made separate is joined again: a progra
 MOST_STEPS_APART = 4096  # after state was found in step upon step that cannot be joined
 
 
-class StateTable(defaultdict[Any, Any]):
-    """State by what the optimizer steps.
+class _States(MutableMapping[Any, Any]):
+    """State by key. Indexing makes an empty table for a missing key, as in any optimizer; what follows does not."""
+
+    __slots__ = ()
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """The values of a key, or `default`."""
+        return self[key] if key in self else default  # noqa: SIM401 - that would call itself
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        """Take the values of a key out, as `dict.pop` does; a missing one raises a KeyError."""
+        if key not in self:
+            return {}.pop(key, *default)
+        values = self[key]
+        del self[key]
+        return values
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        """The values of a key, which are set to `default` if there are none."""
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+
+class StateTable(_States):
+    """State by what the optimizer steps. Its own code finds tables by flat rows; looking for a member makes that one's state separate.
 
     Args:
         held: Local rows of all parameters, in the order of `param_groups`.
@@ -43,74 +67,102 @@ class StateTable(defaultdict[Any, Any]):
         flat: As given.
     """
 
+    __slots__ = ("_apart", "_held", "_joined_values", "_tables", "flat")
+
     def __init__(self, held: Sequence[Tensor] = (), flat: Mapping[Any, FlatRows] | None = None) -> None:
-        super().__init__(dict)
         self.flat = {} if flat is None else flat
         self._held = held
-        self._joined_values: dict[
-            Tensor, dict[str, Any]
-        ] = {}  # by member: what holds its values while they are separate
-        self._apart: dict[
-            FlatRows, tuple[int, int]
-        ] = {}  # that do not join for some steps: how many to go, of how many
+        self._tables: dict[Any, Any] = {}
+        # By member: what holds its values while they are separate.
+        self._joined_values: dict[Tensor, dict[str, Any]] = {}
+        # What does not join for some steps: how many to go, of how many.
+        self._apart: dict[FlatRows, tuple[int, int]] = {}
+
+    def __getitem__(self, key: Any) -> Any:
+        try:
+            return self._tables[key]
+        except KeyError:
+            self.separate(self.joined(key))
+            return self._tables.setdefault(key, {})
 
     def __setitem__(self, key: Any, values: Any) -> None:
-        super().__setitem__(key, values.own() if isinstance(values, ShownValues) else values)
+        self.separate(self.joined(key))
+        self._tables[key] = values.own() if isinstance(values, ShownValues) else values
 
-    def joined(self, local: Any) -> FlatRows | None:
-        """The flat rows under which the state of a key lies; `None`: under the key."""
-        flat = self.flat.get(local)
-        return flat if flat is not None and flat.rows in self else None
+    def __delitem__(self, key: Any) -> None:
+        self.separate(self.joined(key))
+        del self._tables[key]
 
-    def own(self, key: Any) -> Any:
-        """What holds the values of a key while they are separate; an empty table where there are none, as in any optimizer."""
-        return self[key] if self.joined(key) is None else self._joined_values.setdefault(key, {})
+    def __contains__(self, key: object) -> bool:
+        return key in self._tables or self.joined(key) is not None
 
-    def is_own(self, local: Any, values: dict[str, Any]) -> bool:
-        """Whether values are those of a member whose state is joined, so that they are empty."""
-        return self.joined(local) is not None and self._joined_values.get(local) is values
+    def __iter__(self) -> Iterator[Any]:
+        self.separate_all()
+        return iter(list(self._tables))
 
-    def copy(self) -> Any:
+    def __len__(self) -> int:
+        return len(self.keys_shown())
+
+    def copy(self) -> defaultdict[Any, Any]:
         """An ordinary table of the same."""
         return defaultdict(dict, self)
 
     __copy__ = copy
 
+    def joined(self, local: Any) -> FlatRows | None:
+        """The flat rows under which the state of a key lies; `None`: under the key."""
+        flat = self.flat.get(local)
+        return flat if flat is not None and flat.rows in self._tables else None
+
+    def own(self, key: Any) -> Any:
+        """What holds the values of a key while they are separate."""
+        return self[key] if self.joined(key) is None else self._joined_values.setdefault(key, {})
+
+    def joined_values(self, local: Any, values: dict[str, Any]) -> dict[str, Any] | None:
+        """The joined state that a member's own values, which are empty then, are among; `None`: they are separate."""
+        flat = self.joined(local)
+        return self._tables[flat.rows] if flat is not None and self._joined_values.get(local) is values else None
+
     def keys_shown(self) -> list[Any]:
         """Keys with local rows in the place of flat ones: in the order of `param_groups`, which all ranks have, and then others."""
-        held = [local for local in self._held if local in self or self.joined(local) is not None]
+        held = [local for local in self._held if local in self]
         known = {*held, *(flat.rows for flat in self.flat.values())}
-        return held + [key for key in self if key not in known]
+        return held + [key for key in self._tables if key not in known]
 
     def join(self, flat: FlatRows) -> bool:
         """Join the state of members in a step, if it can be so. Returns whether it is joined, or there is none."""
-        if flat.rows in self:
+        if flat.rows in self._tables:
             return True
         left, steps = self._apart.get(flat, (0, STEPS_APART))
         if left:
             self._apart[flat] = (left - 1, steps)
             return False
-        values = {member.local: self.get(member.local, {}) for member in flat.members}
+        values = {member.local: self._tables.get(member.local, {}) for member in flat.members}
         if any(own is None or len(own) for own in values.values()):
             joined = flat.joined(list(values.values()))
             if joined is None:
                 self._apart[flat] = (steps, min(2 * steps, MOST_STEPS_APART))
                 return False
             for local in values:
-                self.pop(local, None)
-            self[flat.rows] = joined
+                self._tables.pop(local, None)
+            self._tables[flat.rows] = joined
         self._joined_values.update(values)  # also of those that the optimizer's own code may bring state of now
         self._apart.pop(flat, None)
         return True
 
     def separate(self, flat: FlatRows | None) -> None:
         """Make the state of all members separate, if it is joined."""
-        if flat is None or (joined := self.pop(flat.rows, None)) is None:
+        if flat is None or (joined := self._tables.get(flat.rows)) is None:
             return
-        for member in flat.members:
-            own = self._joined_values.pop(member.local, {})
-            own.update({name: flat.part(value, member.local) for name, value in joined.items()})
-            self[member.local] = own
+        parts = {
+            member.local: {name: flat.part(value, member.local) for name, value in joined.items()}
+            for member in flat.members
+        }
+        # Nothing can fail from here on.
+        del self._tables[flat.rows]
+        for local, values in parts.items():
+            self._tables[local] = self._joined_values.pop(local, {})
+            self._tables[local].update(values)
         self._apart[flat] = (STEPS_APART, STEPS_APART)
 
     def separate_all(self) -> None:
@@ -144,16 +196,14 @@ class ShownValues(MutableMapping[str, Any]):
 
     def own(self) -> dict[str, Any]:
         """The optimizer's own values, which are this parameter's alone from now on."""
-        if self._table.is_own(self._local, self._values):
+        if self._table.joined_values(self._local, self._values) is not None:
             self._table.separate(self._table.joined(self._local))
         return self._values
 
     def _to_look_at(self) -> dict[str, Any]:
         """The optimizer's own values, which may be those of several parameters together."""
-        if self._table.is_own(self._local, self._values):
-            values: dict[str, Any] = self._table[self._table.flat[self._local].rows]
-            return values
-        return self._values
+        joined = self._table.joined_values(self._local, self._values)
+        return self._values if joined is None else joined
 
     def __getitem__(self, name: str) -> Any:
         values = self._to_look_at()
@@ -189,7 +239,7 @@ class ShownValues(MutableMapping[str, Any]):
         return dict(self)
 
 
-class ShownState(MutableMapping[Any, Any]):
+class ShownState(_States):
     """State by parameter, as the module shows parameters. A key that is not there has an empty table, as in any optimizer.
 
     Args:
@@ -226,17 +276,13 @@ class ShownState(MutableMapping[Any, Any]):
         if parameter is not None and isinstance(values, Mapping):
             plain_values = values.own() if isinstance(values, ShownValues) else values
             values = {name: taken(name, value, parameter) for name, value in plain_values.items()}
-        self.plain.separate(self.plain.joined(local))
         self.plain[local] = values
 
     def __delitem__(self, key: Any) -> None:
-        local = as_local(key)
-        self.plain.separate(self.plain.joined(local))
-        del self.plain[local]
+        del self.plain[as_local(key)]
 
     def __contains__(self, key: object) -> bool:
-        local = as_local(key)
-        return local in self.plain or self.plain.joined(local) is not None
+        return as_local(key) in self.plain
 
     def __iter__(self) -> Iterator[Any]:
         for key in self.plain.keys_shown():
@@ -251,26 +297,6 @@ class ShownState(MutableMapping[Any, Any]):
 
     def __reduce__(self) -> Any:
         return defaultdict, (dict, dict(self.as_table()))
-
-    # A MutableMapping's own methods would index, which makes an empty table for a missing key.
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        """The values of a parameter, or `default`: as `dict.get`, and unlike indexing it makes no empty table."""
-        return self[key] if key in self else default  # noqa: SIM401 - that would call itself
-
-    def pop(self, key: Any, *default: Any) -> Any:
-        """Take a parameter's values out of the optimizer's own table, as `dict.pop` does; a missing one raises a KeyError."""
-        if key not in self:
-            return {}.pop(key, *default)
-        values = self[key]
-        del self[key]
-        return values
-
-    def setdefault(self, key: Any, default: Any = None) -> Any:
-        """The values of a parameter, which are set to `default` if there are none, as `dict.setdefault` does."""
-        if key not in self:
-            self[key] = default
-        return self[key]
 
     def clear(self) -> None:
         """Remove all values from the optimizer's own table, which frees their memory unless a program has kept them."""
