@@ -138,7 +138,7 @@ class StateTable(_States):
             self._apart[flat] = (left - 1, steps)
             return False
         values = {member.local: self._tables.get(member.local, {}) for member in flat.members}
-        if any(own is None or len(own) for own in values.values()):
+        if any(type(own) is not dict or own for own in values.values()):
             joined = flat.joined(list(values.values()))
             if joined is None:
                 self._apart[flat] = (steps, min(2 * steps, MOST_STEPS_APART))
