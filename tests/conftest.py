@@ -21,6 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_only
 
 from tests.helpers import runs
 from tests.helpers.gpus import REQUIRED, should_have_run
@@ -91,8 +92,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def process_groups_end_with_a_file() -> Iterator[None]:
-    """A Trainer makes one in the process of the tests; Lightning and `fully_shard` look for it."""
+def process_groups_and_ranks_end_with_a_file() -> Iterator[None]:
+    """A Trainer makes a group in the process of the tests; Lightning and `fully_shard` look for it. Another rank would warn of nothing."""
     yield
+    rank_zero_only.rank = 0
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -193,7 +193,7 @@ def _is_referenced(values: dict[str, Any], name: str) -> bool:
         return True
     memory, is_on_host = values[name].untyped_storage(), values[name].device.type == "cpu"
     is_others = not memory.resizable() or (is_on_host and memory.is_shared())  # NumPy's, a file's, a process's
-    fresh = torch.empty(0)
+    fresh = torch.empty(0, device=values[name].device)
     of_fresh = fresh.untyped_storage()
     return is_others or sys.getrefcount(memory) > sys.getrefcount(of_fresh)
 
