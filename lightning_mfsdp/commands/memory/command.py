@@ -121,7 +121,7 @@ class _Case:
         return number != 1 or self.run.options.global_batch_size is not None
 
     def accumulated_bytes(self, estimate: MemoryEstimate) -> int:
-        """Gradients that wait for the last microbatch, of the whole model on every rank (docs/strategies.md)."""
+        """Gradients that wait for the last microbatch, of the whole model on every rank, in float32 (docs/strategies.md)."""
         options = self.run.options
         is_whole = self.accumulates and self.run.ranks > 1 and options.accumulation == "local"
         is_kept_anyway = options.sharding in ("no_shard", 0)

@@ -250,7 +250,7 @@ class _ShardedStep:
         """Hook for the beginning of `state_dict()`."""
         refuse_left_behind(optimizer, "state_dict")
         self._take_over_new(optimizer)
-        self._held.take_state(optimizer)
+        self._held.show_state(optimizer)
 
     def begin_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Hook for the beginning of `load_state_dict()`."""
@@ -260,7 +260,7 @@ class _ShardedStep:
 
     def end_load(self, optimizer: Optimizer) -> None:
         """Hook for the end of `load_state_dict()`: the program meets a view at once, and no table that is replaced later."""
-        self._held.take_state(optimizer)
+        self._held.show_state(optimizer)
 
     def _note_write(self) -> None:
         _note_step((group, indices) for reference, indices in self._groups if (group := reference()) is not None)

@@ -55,9 +55,9 @@ class Representations:
         """Step rows of neighbors as one tensor from now on: the optimizer is elementwise, and nothing else works on rows."""
         self._flat = flat_rows_of(self._stepped)
         self._flat_of = {member.local: flat for flat in self._flat for member in flat.members}
-        self.take_state(optimizer)
+        self.show_state(optimizer)
 
-    def take_state(self, optimizer: Optimizer) -> None:
+    def show_state(self, optimizer: Optimizer) -> None:
         """Show the state, if something else was put in its place."""
         state: Any = optimizer.state
         if (
@@ -71,7 +71,7 @@ class Representations:
         """Put what the optimizer steps into `param_groups` and `state`: its own code is about to run."""
         if self.is_running or not self.differ:
             return
-        self.take_state(optimizer)
+        self.show_state(optimizer)
         state: Any = optimizer.state
         entries = optimizer.param_groups
         table = state.plain
