@@ -92,6 +92,17 @@ class TimedDecoder(LightningModule):
         """As in every engine of the benchmark."""
         return adamw(self.parameters())
 
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        """By the norm of all gradients, in the way of each strategy: under FSDPStrategy the Trainer cannot clip by norm."""
+        if gradient_clip_val and self.strategy == "fsdp":
+            self.trainer.strategy.model.clip_grad_norm_(gradient_clip_val)
+        elif gradient_clip_val and self.strategy in ("model-parallel", "ddp", "single"):
+            torch.nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
+        else:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
 
 def strategy_of(name: str, options: Options, *, graph: bool) -> Strategy | str:
     """The strategy as a user would set it up for this model."""

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_mfsdp.engine import ELEMENTWISE_OPTIMIZERS, MixedPrecisionPolicy, fully_shard, fully_shard_optimizer
 from lightning_mfsdp.engine.optimizer import shown_state
+from tests.engine.cases import device_type
 from tests.engine.internals import ShardedTensor
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import DOUBLE, inputs, loss_of, sharded_chain
@@ -132,11 +133,18 @@ def replace_state(one: Trained, draw: random.Random) -> None:
 
 
 def remove_state(one: Trained, draw: random.Random) -> None:
-    one.optimizer.state.pop(one.parameter(draw.randrange(10)), None)
+    if makes_state_in_a_step(one.optimizer):
+        one.optimizer.state.pop(one.parameter(draw.randrange(10)), None)
 
 
 def clear_state(one: Trained, draw: random.Random) -> None:
-    one.optimizer.state.clear()
+    if makes_state_in_a_step(one.optimizer):
+        one.optimizer.state.clear()
+
+
+def makes_state_in_a_step(optimizer: Optimizer) -> bool:
+    """Before PyTorch 2.12, Adagrad has its state from the start, and fails in a step without it."""
+    return not isinstance(optimizer, torch.optim.Adagrad)
 
 
 def copy_state(one: Trained, draw: random.Random) -> None:
@@ -268,6 +276,19 @@ def drawn_programs_see_what_plain_pytorch_shows(rank: int, world: int) -> None:
         assert_same(sharded.seen(), plain.seen(), f"{number}: {done}")
 
 
+class ArrayOf:
+    """Memory of another library, over which tensors are made: each has a storage of its own."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self._rows = rows
+        if rows.is_cuda:
+            self.__cuda_array_interface__ = rows.__cuda_array_interface__
+
+    def tensor(self) -> Tensor:
+        device = self._rows.device
+        return torch.as_tensor(self, device=device) if device.type == "cuda" else torch.from_numpy(self._rows.numpy())
+
+
 def sharded_alike(rows: Tensor, parameter: Any) -> DTensor:
     """A sharded tensor over these rows, distributed as a parameter."""
     return ShardedTensor.over(rows, parameter)
@@ -357,22 +378,21 @@ def what_a_program_keeps_of_state_stays_that_of_the_optimizer(rank: int, world: 
 
 @mock.patch.object(shown_state, "STEPS_APART", 1)
 def memory_of_state_that_a_program_has_stays_that_of_the_optimizer(rank: int, world: int) -> None:
-    """As a storage, or because it is an array's."""
+    """As a storage, or because it is an array's, which may be another library's on a GPU."""
     model, optimizer = trained_chain()
     parameters = list(model.parameters())
     kept = [optimizer.state[one]["step"].untyped_storage() for one in parameters]
     for _ in range(4):
         train_chain(model, optimizer)
-    assert [torch.tensor(()).set_(one).item() for one in kept] == [5.0] * len(kept)
+    assert [torch.empty(0, device=one.device).set_(one).item() for one in kept] == [5.0] * len(kept)
     del kept
-    moments = [optimizer.state[one]["exp_avg"].to_local() for one in parameters]
-    arrays = [one.numpy().copy() for one in moments]
+    arrays = [ArrayOf(optimizer.state[one]["exp_avg"].to_local().clone()) for one in parameters]
     for one, array in zip(parameters, arrays, strict=True):
-        optimizer.state[one]["exp_avg"] = sharded_alike(torch.from_numpy(array), one)
+        optimizer.state[one]["exp_avg"] = sharded_alike(array.tensor(), one)
     for _ in range(4):
         train_chain(model, optimizer)
     for one, array in zip(parameters, arrays, strict=True):
-        assert torch.equal(torch.from_numpy(array), optimizer.state[one]["exp_avg"].to_local())
+        assert torch.equal(array.tensor(), optimizer.state[one]["exp_avg"].to_local())
 
 
 def state_is_found_by_parameter_after_a_step_that_raised(rank: int, world: int) -> None:
@@ -432,6 +452,7 @@ def gradients_are_cleared_after_a_step_that_raised(rank: int, world: int) -> Non
     model, optimizer = trained_chain()
     loss_of(model, inputs(1)).backward()
     with (
+        mock.patch("torch.optim.adam._multi_tensor_adam", side_effect=torch.OutOfMemoryError),
         mock.patch("torch.optim.adam._single_tensor_adam", side_effect=torch.OutOfMemoryError),
         pytest.raises(torch.OutOfMemoryError),
     ):
@@ -483,13 +504,15 @@ def two_entries_with_parameters_of_a_unit_are_two_tensors(rank: int, world: int)
 
 
 def parameters_are_stepped_one_by_one_where_that_is_asked_for_or_rounds_otherwise(rank: int, world: int) -> None:
-    for options in ({"foreach": False}, {"fused": True}):
+    """Kernels of the CPU round the last few numbers of a tensor otherwise, in half precision and where they are fused."""
+    is_alike = device_type() == "cuda"
+    for options, is_together in (({"foreach": False}, False), ({"fused": True}, is_alike)):
         model, optimizer = trained_chain(**options)
-        assert train_chain(model, optimizer) == lengths(model)[1], options
+        assert train_chain(model, optimizer) == lengths(model)[not is_together], options
     half = sharded_chain(policy=MixedPrecisionPolicy(main_params_dtype=torch.bfloat16, main_grads_dtype=torch.bfloat16))
     assert next(half.parameters()).dtype == torch.bfloat16
     optimizer = fully_shard_optimizer(torch.optim.AdamW(half.parameters(), lr=0.1))
-    assert train_chain(half, optimizer) == lengths(half)[1]
+    assert train_chain(half, optimizer) == lengths(half)[not is_alike]
 
 
 def what_may_be_recorded_in_a_graph_is_stepped_parameter_by_parameter(rank: int, world: int) -> None:
@@ -503,7 +526,50 @@ def what_may_be_recorded_in_a_graph_is_stepped_parameter_by_parameter(rank: int,
         assert found == lengths(model)[capturable]
 
 
+class Rows(nn.Module):
+    """A unit whose last parameters have odd lengths; those before fill what a kernel's vector holds of each dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in [(37, 24), (8,), (), (3, 8), (301,)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(((one * x).sin() + one.square()).sum() for one in self.all)
+
+
+def steps_of_flat_rows_are_those_of_each_parameter_alone(rank: int, world: int) -> None:
+    """To the bit: what plain PyTorch does to each parameter's rows, in each dtype and of each implementation."""
+    dtypes = [torch.float32, torch.float64, *([torch.bfloat16] if device_type() == "cuda" else [])]
+    for dtype in dtypes:
+        policy = MixedPrecisionPolicy(main_params_dtype=dtype, main_grads_dtype=dtype, compute_dtype=dtype)
+        for kind in ELEMENTWISE_OPTIMIZERS:
+            for options in implementations(kind, policy):
+                torch.manual_seed(0)
+                model = fully_shard(Rows().to(dtype), policy=policy)
+                optimizer = fully_shard_optimizer(kind(model.parameters(), lr=0.01, **options))
+                rows = [one.to_local().detach().clone().requires_grad_() for one in model.parameters()]
+                plain = kind(rows, lr=0.01, **options)
+                for step in range(4):
+                    model(torch.full((), 0.3 * step - 0.5, dtype=dtype)).backward()
+                    for own, one in zip(rows, model.parameters(), strict=True):
+                        own.grad = one.grad.to_local().clone()
+                    plain.step()
+                    found = stepped(optimizer)
+                    assert len(found) < len(rows), (kind, options, dtype)
+                    optimizer.zero_grad()
+                for number, (own, one) in enumerate(zip(rows, model.parameters(), strict=True)):
+                    assert torch.equal(own, one.to_local()), (kind, options, dtype, number)
+
+
+def implementations(kind: type[Optimizer], policy: MixedPrecisionPolicy) -> list[dict[str, Any]]:
+    """Of a rule, on this device: those of many tensors at once, and fused ones of GPUs."""
+    has_fused = kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+    fused = [{"fused": True}] if has_fused and device_type() == "cuda" and kind is not torch.optim.Adagrad else []
+    return [*({**one, "foreach": True} for one in OPTIONS.get(kind, [{}]) if "fused" not in one), *fused]
+
+
 CASES = [
+    steps_of_flat_rows_are_those_of_each_parameter_alone,
     drawn_programs_see_what_plain_pytorch_shows,
     a_unit_is_one_tensor_until_its_parameters_differ,
     what_a_program_keeps_of_state_stays_that_of_the_optimizer,

@@ -123,6 +123,11 @@ def train(arguments: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
+def own_words(log: str) -> str:
+    """The end of what a program has written before torchrun says that it failed."""
+    return log[: log.find("torch/distributed/elastic/multiprocessing/api.py")][-1500:]
+
+
 def start(arguments: argparse.Namespace, folder: Path) -> list[str]:
     """Run all programs; returns the text of the table."""
     named = [text.partition("=")[::2] for text in arguments.programs]
@@ -138,11 +143,15 @@ def start(arguments: argparse.Namespace, folder: Path) -> list[str]:
         environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "2"}
         with open(folder / f"{name}.log", "w") as log:
             processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
-    for process in processes:
-        process.wait()
+    while any(process.poll() is None for process in processes):
+        if any(process.poll() for process in processes):
+            time.sleep(2)  # others that fail for the same reason say so too
+            for process in processes:
+                process.terminate()
+        time.sleep(0.1)
     missing = [name for index, (name, _) in enumerate(named) if not (folder / f"result-{index}").exists()]
     if missing:
-        raise SystemExit("\n".join(f"{name}: {(folder / f'{name}.log').read_text()[-1500:]}" for name in missing))
+        raise SystemExit("\n".join(f"{name}: {own_words((folder / f'{name}.log').read_text())}" for name in missing))
     found = [json.loads((folder / f"result-{index}").read_text()) for index in range(len(named))]
     lines = [
         f"| {arguments.size}, clip {arguments.clip} | ms | CPU ms | peak GiB | ratio | quartiles | CPU ratio |",

@@ -34,6 +34,8 @@ MODULES = (
         "complex",
         "parameter_hooks",
         "functional_call",
+        "flat_rows",
+        "overlap",
     ),
 )
 PARTS = 8  # starts of processes for each number of ranks; each ends before the time-out of ranks where GPUs are shared with other tests

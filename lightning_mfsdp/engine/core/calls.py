@@ -92,7 +92,9 @@ class Calls:
         return self.latest is not None and bool(self.latest.given)
 
     def wait_for(self, call: Call) -> None:
-        """A call has results whose gradients may arrive, or whose backward may begin undetected."""
+        """A call has results whose gradients may arrive, or whose backward may begin undetected; in several modules, each has."""
+        if call is self.latest:
+            return
         self.waiting += 1
         self._new += 1
         self.latest = call
