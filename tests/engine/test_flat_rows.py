@@ -449,7 +449,10 @@ def state_survives_when_there_is_no_memory_to_join_it(rank: int, world: int) -> 
 
 
 def gradients_are_cleared_after_a_step_that_raised(rank: int, world: int) -> None:
+    """Also where the next backward is that of an older graph, before which no forward begins."""
     model, optimizer = trained_chain()
+    x = inputs(2)
+    older = loss_of(model, x)
     loss_of(model, inputs(1)).backward()
     with (
         mock.patch("torch.optim.adam._multi_tensor_adam", side_effect=torch.OutOfMemoryError),
@@ -458,8 +461,7 @@ def gradients_are_cleared_after_a_step_that_raised(rank: int, world: int) -> Non
     ):
         optimizer.step()
     optimizer.zero_grad()
-    x = inputs(2)
-    loss_of(model, x).backward()
+    older.backward()
     found = [one.grad.full_tensor() for one in model.parameters()]
     for one in model.parameters():
         one.grad = None

@@ -155,7 +155,7 @@ class Optimizers:
         self._unfinished.remove(finish)
 
     def finish(self) -> None:
-        """A pass begins: own code that has not ended has raised. Optimizers again show what modules show."""
+        """A pass or a backward begins: own code that has not ended has raised. Optimizers again show what modules show."""
         unfinished, self._unfinished = self._unfinished, []
         for reference in unfinished:
             if (finish := reference()) is not None:
