@@ -38,6 +38,8 @@ from lightning_mfsdp.commands.doctor.speed import (
     network_rate,
     network_speed_findings,
     nvlink_rate,
+    product_speed,
+    product_speed_findings,
 )
 from lightning_mfsdp.commands.doctor.storage import (
     Storage,
@@ -136,6 +138,19 @@ def test_outliers_are_far_below_the_others() -> None:
 
 
 # -- speed -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_computes_slowly_is_found() -> None:
+    on_gpus = [replace(facts, gpu=str(rank)) for rank, facts in enumerate(FOUR)]
+    (finding,) = product_speed_findings(on_gpus, [780e12, 790e12, 640e12, 700e12])
+    assert finding.what.startswith("rank 2 on b computes 640 TFLOP/s, and half of all ranks 780 or more")
+    assert "nvidia-smi -q -d PERFORMANCE" in finding.advice
+    assert product_speed_findings(on_gpus, [780e12, 790e12, 700e12, 690e12]) == []
+    assert product_speed_findings(FOUR, [0.1e12, 0.1e12, 0.1e12, 0.01e12]) == [], "CPUs"
+
+
+def test_matrix_products_have_a_speed() -> None:
+    assert product_speed(torch.device("cpu"), 0.01) > 0
 
 
 def gather_speed(rank: int, world_size: int) -> float:
@@ -263,12 +278,12 @@ def test_alone_it_prints_facts_and_what_to_do(
     monkeypatch.setattr(command, "loader_file_findings", lambda limit: [])
     monkeypatch.setattr(ranks, "environment", lambda: dict.fromkeys(("torch", "NCCL", "NVIDIA driver", "GPUs"), "some"))
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    assert main(["doctor"]) == 0
+    assert main(["doctor", "--seconds", "0.01"]) == 0
     text = capsys.readouterr().out
-    assert "ranks          1 on 1 host\n" in text
-    assert "storage        not looked at; --storage FOLDER does\n\nno findings\n" in text
+    assert "ranks            1 on 1 host\n" in text
+    assert "storage          not looked at; --storage FOLDER does\n\nno findings\n" in text
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    assert main(["doctor"]) == 1
+    assert main(["doctor", "--seconds", "0.01"]) == 1
     text = capsys.readouterr().out
     assert "\nfindings: 1\n\nCUDA_DEVICE_MAX_CONNECTIONS=1, with which" in text
     assert "\n  unset it: the engine orders" in text
@@ -287,6 +302,7 @@ def assert_reported(text: str) -> None:
     """On two ranks of one host, with a variable that is none for a run."""
     assert text.count("on 1 host\n") == 1, text
     assert "ranks  " in text
+    assert re.search(r"^matrix products .* TFLOP/s on rank [01], the slowest$", text, re.MULTILINE)
     assert "all-gather in a host, gloo" in text
     assert "MB/s of all hosts" in text
     assert text.count("CUDA_LAUNCH_BLOCKING=1, with which the host waits") == 1, "once for all ranks"

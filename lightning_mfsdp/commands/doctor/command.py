@@ -36,6 +36,8 @@ from lightning_mfsdp.commands.doctor.speed import (
     network_rate,
     network_speed_findings,
     nvlink_rate,
+    product_speed,
+    product_speed_findings,
 )
 from lightning_mfsdp.commands.doctor.storage import storage_findings, storage_of_rank
 from lightning_mfsdp.launch.checks import (
@@ -94,6 +96,7 @@ def _run(arguments: Namespace) -> int:
     report = _Report([], [])
     _compare(report, ranks, channel)
     is_connected = _try_connections(report, ranks, channel)
+    _measure_products(report, ranks, channel, device, arguments.seconds)
     if store is not None and is_connected:
         _measure_gathers(report, ranks, channel, store, device, arguments.seconds, timeout)
     if arguments.storage is not None:
@@ -171,6 +174,17 @@ def _try_connections(report: _Report, ranks: Sequence[RankFacts], channel: Excha
             [("connections", "not all, so gathers were not measured" if findings else "all hosts to all")], findings
         )
     return not findings
+
+
+def _measure_products(
+    report: _Report, ranks: Sequence[RankFacts], channel: Exchange, device: torch.device, seconds: float
+) -> None:
+    """How fast ranks compute, all at the same time."""
+    channel.gather(None)  # so that they begin together
+    speeds: list[float] = channel.gather(product_speed(device, seconds))
+    slowest = min(range(len(speeds)), key=speeds.__getitem__)
+    text = f"{speeds[slowest] / 1e12:.3g} TFLOP/s" + (f" on rank {slowest}, the slowest" if len(speeds) > 1 else "")
+    report.add([("matrix products", text)], product_speed_findings(ranks, speeds))
 
 
 def _measure_gathers(

@@ -1,4 +1,4 @@
-"""How fast ranks gather from each other: within a host over NVLink or PCIe, and all of them over the network."""
+"""How fast ranks compute, and gather from each other: within a host over NVLink or PCIe, and all of them over the network."""
 
 from __future__ import annotations
 
@@ -13,17 +13,66 @@ import torch
 import torch.distributed as dist
 
 from lightning_mfsdp.base import compat
-from lightning_mfsdp.commands.doctor.ranks import outliers
+from lightning_mfsdp.commands.doctor.ranks import RankFacts, outliers
 from lightning_mfsdp.launch.checks import Finding
 
-__all__ = ["all_gather_speed", "host_speed_findings", "network_rate", "network_speed_findings", "nvlink_rate"]
+__all__ = [
+    "all_gather_speed",
+    "host_speed_findings",
+    "network_rate",
+    "network_speed_findings",
+    "nvlink_rate",
+    "product_speed",
+    "product_speed_findings",
+]
 
 _GPU_BYTES, _CPU_BYTES = 64 * 2**20, 4 * 2**20  # that each rank sends
 _GATHERED_BYTES = 2**32  # all of them, at most
 _NVLINK_PART, _NETWORK_PART = 0.25, 0.1  # of what links carry, that an all-gather has at least where nothing is wrong
 _TOOL_S = 30
+_GPU_SIDE, _CPU_SIDE = 8192, 512  # of square matrices
+_COMPUTE_PART = 0.85  # of the median of all GPUs; those of one kind differ by a few percent
 _LINK = re.compile(r"Link \d+: ([\d.]+) GB/s")
 _PORT_RATE = re.compile(r"([\d.]+) Gb/sec")
+
+
+def product_speed(device: torch.device, seconds: float) -> float:
+    """Operations a second of matrix products, in bfloat16 on a GPU and float32 on a CPU, over about so many seconds."""
+    on_gpu = device.type == "cuda"
+    side, dtype = (_GPU_SIDE, torch.bfloat16) if on_gpu else (_CPU_SIDE, torch.float32)
+    left, right = (torch.randn(side, side, dtype=dtype, device=device) for _ in range(2))  # zeros would need less power
+    product = torch.empty_like(left)
+
+    def timed(times: int) -> float:
+        _wait_for(device)
+        began = time.perf_counter()
+        for _ in range(times):
+            torch.mm(left, right, out=product)
+        _wait_for(device)
+        return time.perf_counter() - began
+
+    timed(2)  # which loads the kernel
+    times = max(1, int(seconds / max(timed(3) / 3, 1e-6)))
+    return 2 * side**3 * times / timed(times)
+
+
+def product_speed_findings(ranks: Sequence[RankFacts], speeds: Sequence[float]) -> list[Finding]:
+    """GPUs that compute slowly. Processes on CPUs share their cores, so these are not compared.
+
+    Args:
+        ranks: All of them.
+        speeds: Operations a second of each.
+    """
+    by_name = {f"rank {rank} on {ranks[rank].host}": speed for rank, speed in enumerate(speeds) if ranks[rank].gpu}
+    median = sorted(by_name.values())[len(by_name) // 2] if by_name else 0.0
+    return [
+        Finding(
+            f"{name} computes {by_name[name] / 1e12:.0f} TFLOP/s, and half of all ranks {median / 1e12:.0f} or more; in a step all wait "
+            "for the slowest",
+            "look there for other processes, for heat and for clocks that were lowered (`nvidia-smi -q -d PERFORMANCE`), or leave it out",
+        )
+        for name in outliers(by_name, factor=_COMPUTE_PART)
+    ]
 
 
 def all_gather_speed(group: dist.ProcessGroup, device: torch.device, seconds: float) -> float:
