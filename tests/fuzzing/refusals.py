@@ -68,6 +68,12 @@ REFUSALS: tuple[Refusal, ...] = (
         ),
     ),
     Refusal(
+        r"EngineStateError: [\w.]+: a backward read its weight .* after the unit was resharded",
+        "a side door that was found in the unit's first forward, and a graph older than a step, which wrote no frozen weight: weights stay "
+        "for it until then, and later forwards are followed",
+        lambda case: _goes_back_after_a_step(case) and _goes_by_side_doors(case),
+    ),
+    Refusal(
         r"EngineStateError: Net: a backward read its weight .* after the unit was resharded",
         "a side door of the root after a backward has ended: following the root would pack what all units save, so it is done if asked",
         _goes_by_side_doors,
