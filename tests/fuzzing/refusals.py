@@ -75,7 +75,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         r"EngineStateError: [\w.]+: a backward reads .*, which was written after the forward that saved it",
-        "a side door of a recomputed block, after a step: plain PyTorch computes what was kept again from the new weights, and this says so",
+        "a side door of a recomputed block, after a step: plain PyTorch computes it again from the new weights, and this says so",
         lambda case: (
             _goes_back_after_a_step(case)
             and _goes_by_side_doors(case)

@@ -109,33 +109,32 @@ def state_of(rank: int, world_size: int) -> dict[str, Any]:
     return {"model": dict(shards), "optimizer_0": {"state": state, "param_groups": [{"lr": 0.1, "params": names}]}}
 
 
-def plan_of(rank: int, world_size: int, rank_states: dict[str, Any]) -> SavePlan:
+def plan_of(rank: int, world_size: int) -> SavePlan:
     """The same plan that PyTorch makes of `state_of`, in a fraction of the time, which all ranks have at once and endpoints one by one."""
-    items: list[WriteItem] = []
-    paths: dict[str, Any] = {}
+    plan = SavePlan([], planner_data={})
     scalar = TensorWriteData(
         chunk=ChunkStorageMetadata(torch.Size([]), torch.Size([])), properties=TensorProperties(), size=torch.Size([])
     )
-
-    def add(path: tuple[str, ...], shard: DcpShard) -> None:
-        name = ".".join(path)
-        paths[name] = path
-        size = torch.Size(shard.size())
-        for chunk in shard.__create_chunk_list__():
-            data = TensorWriteData(chunk=chunk, properties=TensorProperties(), size=size)
-            items.append(
-                WriteItem(index=MetadataIndex(name, chunk.offsets), type=WriteItemType.SHARD, tensor_data=data)
-            )
-
     for name, shard in rows_of(rank, world_size).items():
-        add(("model", name), shard)
+        add_to_plan(plan, ("model", name), shard)
         for key in STATES:
-            add(("optimizer_0", "state", name, key), shard)
+            add_to_plan(plan, ("optimizer_0", "state", name, key), shard)
         step = f"optimizer_0.state.{name}.step"
-        paths[step] = ("optimizer_0", "state", name, "step")
-        items.append(WriteItem(index=MetadataIndex(step), type=WriteItemType.TENSOR, tensor_data=scalar))
-    add((RANK_STATES, RANK_BYTES), rank_states[RANK_BYTES])
-    return SavePlan(items, planner_data=paths)
+        plan.planner_data[step] = ("optimizer_0", "state", name, "step")
+        plan.items.append(WriteItem(index=MetadataIndex(step), type=WriteItemType.TENSOR, tensor_data=scalar))
+    return plan
+
+
+def add_to_plan(plan: SavePlan, path: tuple[str, ...], shard: DcpShard) -> None:
+    """Have a plan write a rank's rows of a tensor."""
+    name = ".".join(path)
+    plan.planner_data[name] = path
+    size = torch.Size(shard.size())
+    for chunk in shard.__create_chunk_list__():
+        data = TensorWriteData(chunk=chunk, properties=TensorProperties(), size=size)
+        plan.items.append(
+            WriteItem(index=MetadataIndex(name, chunk.offsets), type=WriteItemType.SHARD, tensor_data=data)
+        )
 
 
 def planning_s(world_size: int) -> float:
@@ -186,6 +185,9 @@ class Endpoint:
         self.seconds |= {"meet": met - began, "connect": time.monotonic() - met}
         self.cpu_seconds["start"] = time.process_time() - cpu_began
         self.ranks = Ranks(tree=trees[0])
+        # What each rank does by itself is no part of the phases: all do it at the same time, and here one after the other.
+        self.targets = targets_of(self.rank, self.size)
+        self.plan = plan_of(self.rank, self.size)
         for name in ("agree", "save", "load"):
             self.timed(name, getattr(self, name))
 
@@ -208,7 +210,8 @@ class Endpoint:
             "random": torch.zeros(5056, dtype=torch.uint8),
         }
         rank_states, _ = shared_rank_states(own, self.ranks)
-        planner: Any = Planned(plan_of(self.rank, self.size, rank_states))
+        add_to_plan(self.plan, (RANK_STATES, RANK_BYTES), rank_states[RANK_BYTES])
+        planner: Any = Planned(self.plan)
         table = save_together({}, PlannedWriter(self.folder, overwrite=False), planner, self.ranks)
         if table is not None:
             self.others["chunks"] = len(table.storage_data)
@@ -219,7 +222,7 @@ class Endpoint:
 
     def load(self) -> None:
         directory = Directory.open(LocalLocation(Path(self.folder)), self.ranks, weights_only=None)
-        targets = targets_of(self.rank, self.size)
+        targets = self.targets
         part = directory.table.part(targets, directory.fetched(targets, self.ranks))
         sizes = [chunk.sizes.numel() for entry in part.state_dict_metadata.values() for chunk in entry.chunks]
         assert sum(sizes) == sum(shard.local.numel() for shard in targets.values())
