@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import product
 
 import pytest
@@ -23,6 +24,7 @@ from lightning_mfsdp.engine import (
 from tests.engine.internals import unit_of
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import (
+    DIM,
     STRATEGIES,
     Chain,
     adamw,
@@ -158,6 +160,36 @@ def any_path_through_the_modules_trains_like_plain_pytorch(rank, world):
                 atol=1e-4,
                 msg=lambda m, c=(sharding, settings, name): f"{c}: {m}",
             )
+
+
+class Recomputed(nn.Module):
+    """A layer that is recomputed in a backward of its own, of which autograd tells nothing before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(lambda x: torch.tanh(self.layer(x)), x, use_reentrant=True)
+
+
+def two_calls_go_back_twice(rank, world):
+    """The first backward keeps the graph, so in the second all calls of the unit end again."""
+    for length, first in product((1, 2), ("all", "one call", "the other")):
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(DIM, DIM), Recomputed(), Recomputed())
+        model = copy.deepcopy(plain)
+        for unit in [model[1:]] if length == 2 else model[1:]:
+            fully_shard(list(unit) if length == 2 else unit)
+        fully_shard(model)
+        for one in (plain, model):
+            for step in range(2):
+                losses = [one(inputs(step, number)).square().sum() for number in range(2)]
+                kept = losses[("one call", "the other").index(first)] if first != "all" else sum(losses)
+                kept.backward(retain_graph=True)
+                sum(losses).backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, msg=f"{length}, {first}")
 
 
 def a_failure_inside_or_between_modules_does_no_harm(rank, world):
@@ -382,6 +414,7 @@ CASES = (
     the_numbers_are_those_of_single_units,
     recomputation_of_single_modules_is_bit_equal,
     any_path_through_the_modules_trains_like_plain_pytorch,
+    two_calls_go_back_twice,
     a_failure_inside_or_between_modules_does_no_harm,
     units_inside_grouped_modules_are_their_own,
     grouped_modules_keep_names_and_show_as_one_unit,

@@ -128,7 +128,7 @@ WAYS = (
 )
 
 
-def a_unit_is_reduced_before_the_unit_after_the_next_begins(rank: int, world: int) -> None:
+def a_unit_is_reduced_before_the_next_one_begins(rank: int, world: int) -> None:
     wrong: list[str] = []
     for length, change in product((1, 2, 4), WAYS):
         torch.manual_seed(0)
@@ -150,17 +150,17 @@ def a_unit_is_reduced_before_the_unit_after_the_next_begins(rank: int, world: in
 
 
 def late(log: list[str], length: int) -> list[str]:
-    """Units that were reduced after the backward of the unit after the next one had begun."""
+    """Units that were reduced after the backward of the next one had begun."""
     found = []
-    for first in range(2 * length, BLOCKS, length):
+    for first in range(length, BLOCKS, length):
         last = first + length - 1
         name = f"blocks.{first}" if length == 1 else f"blocks.{first}..blocks.{last}"
-        if log.index(f"reduced {name}") > log.index(f"blocks.{first - length - 1}"):
+        if log.index(f"reduced {name}") > log.index(f"blocks.{first - 1}"):
             found.append(f"{name} in {log}")
     return found
 
 
-WORLDS = {2: [a_unit_is_reduced_before_the_unit_after_the_next_begins]}
+WORLDS = {2: [a_unit_is_reduced_before_the_next_one_begins]}
 
 
 @by_world(WORLDS)

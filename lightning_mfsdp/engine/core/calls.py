@@ -74,13 +74,24 @@ class Calls:
         parameter_hooks: Hooks by which gradients of weights show that a backward is running, where it may touch no result.
     """
 
-    __slots__ = ("_new", "hidden", "latest", "open", "parameter_hooks", "recomputations", "running", "waiting")
+    __slots__ = (
+        "_ended",
+        "_new",
+        "hidden",
+        "latest",
+        "open",
+        "parameter_hooks",
+        "recomputations",
+        "running",
+        "waiting",
+    )
 
     def __init__(self) -> None:
         self.open: list[Call | None] = []
         self.latest: Call | None = None
         self.waiting = 0
         self._new = 0  # of those that wait, how many came since the last backward
+        self._ended = 0  # how many backwards of calls have ended in this backward
         self.hidden = 0
         self.running: dict[Call, None] = {}
         self.recomputations = Recomputations()
@@ -115,6 +126,7 @@ class Calls:
         call.ended_in = compat.backward_task()
         if self.waiting:
             self.waiting -= 1
+            self._ended += 1
         if call.is_recomputed:
             self.recomputations.ended()
         if call in self.running:
@@ -126,14 +138,18 @@ class Calls:
         """A backward has ended, or failed: stop waiting for any part of it, and for calls of before the backward before it.
 
         Args:
-            keeps_graph: It keeps its graph for another one.
+            keeps_graph: It keeps its graph for another one, in which the same calls may end again.
             is_stepped: The step of an optimizer will tell of what is hidden.
         """
-        new, self._new = self._new, 0
-        if self.hidden and not (keeps_graph or is_stepped):
-            self.hidden = min(self.hidden - 1, new)  # forwards before the last backward had theirs, or never will
-        if new < self.waiting:
-            self.waiting = new
+        new, ended, self._ended = self._new, self._ended, 0
+        if keeps_graph:
+            self.waiting += ended
+        else:
+            self._new = 0
+            if self.hidden and not is_stepped:
+                self.hidden = min(self.hidden - 1, new)  # forwards before the last backward had theirs, or never will
+            if new < self.waiting:
+                self.waiting = new
         if self.running:
             self.running = {}
         self.recomputations.end_backward(keeps_graph=keeps_graph)
