@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from itertools import combinations, product
 
@@ -294,6 +295,57 @@ def dynamic_storage_holds_nothing_between_steps(rank, world):
         assert context(model).lane.pool.fixed_bytes == 0
 
 
+class Kept(nn.Module):
+    """A layer; some keep what it made, so that its weight stays where it is until a step."""
+
+    def __init__(self, *, keeps: bool) -> None:
+        super().__init__()
+        self.layer, self.keeps = nn.Linear(DIM, DIM), keeps
+        self.kept: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x)
+        if self.keeps:
+            self.kept[:] = [x]
+        return torch.tanh(x)
+
+
+class Again(nn.Module):
+    """Layers of one weight; the first keeps what it made, and the last runs several times."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(DIM, DIM), Kept(keeps=True)
+        self.last, self.times = Kept(keeps=False), times
+        self.last.layer.weight = self.second.layer.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(self.first(x))
+        for _ in range(self.times):
+            x = self.last(x)
+        return x
+
+
+def units_that_share_a_weight_which_stayed_have_memory_for_all_they_use(rank, world):
+    """Where a weight stays, a later unit that uses it gathers nothing, so a plan could miss that both are needed at once."""
+    for storage, times in product(("pooled", "dynamic"), (1, 2, 3)):
+        torch.manual_seed(0)
+        plain = Again(times)
+        model = copy.deepcopy(plain)
+        for unit in (model.second, model.last, model):
+            fully_shard(unit, storage=storage)
+        optimizer, other = adamw(model), torch.optim.AdamW(plain.parameters(), lr=1e-2)
+        for step in range(3):
+            results = []
+            for one, steps in ((model, optimizer), (plain, other)):
+                one(inputs(step)).square().mean().backward()
+                steps.step()
+                steps.zero_grad()
+                with torch.no_grad():
+                    results.append(one(inputs(step)))
+            torch.testing.assert_close(*results, msg=f"{storage}, {times}, step {step}")
+
+
 def two_models_in_one_loop_do_not_meet(rank, world):
     together = [sharded_chain(seed) for seed in (1, 2)]
     optimizers = [adamw(model) for model in together]
@@ -362,6 +414,7 @@ WORLDS = {
         slots_are_there_before_hooks_of_gradients_run,
         pooled_equals_dynamic_bit_for_bit,
         dynamic_storage_holds_nothing_between_steps,
+        units_that_share_a_weight_which_stayed_have_memory_for_all_they_use,
         two_models_in_one_loop_do_not_meet,
         a_sharded_model_may_become_part_of_another_after_training,
         a_held_plan_outlasts_a_step_in_another_order,

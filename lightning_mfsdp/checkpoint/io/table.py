@@ -9,8 +9,8 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -35,9 +35,8 @@ _NOWHERE = -1  # the number of no file
 _FEW = 4  # chunks, which outlines have too: of objects, and of tensors that are not divided among ranks
 
 
-@dataclass(frozen=True)
-class Entry:
-    """What a table has of a flat name.
+class Entry(NamedTuple):
+    """What a table has of a flat name. Thousands of them go to each rank, so they are tuples.
 
     Attributes:
         path: Where it lies in the dictionary that was saved; `None` if that is not known.
@@ -45,7 +44,8 @@ class Entry:
         properties: Of the tensor.
         longest: Of its chunks, in dim 0.
         places: Number of the file, first byte and length of each chunk, in the order of `bounds`; `None` in outlines.
-        bounds: Offset and size of each chunk, in every dim, ordered by offset.
+        bounds: Offset and size of each chunk, in every dim, ordered by offset; `None` in outlines.
+        begins: Offset of each chunk in dim 0, which is looked for; `None` in outlines.
     """
 
     path: tuple[Any, ...] | None
@@ -53,7 +53,8 @@ class Entry:
     properties: TensorProperties | None
     longest: int
     places: array[int] | None
-    bounds: array[int]
+    bounds: array[int] | None
+    begins: array[int] | None
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class Table:
         entries: dict[str, Entry] = {}
         files: dict[str, int] = {}
         transforms: dict[tuple[str, int], Any] = {}
+        known_properties: list[TensorProperties] = []  # equal ones once, so that they are pickled once
         paths, stored = metadata.planner_data or {}, metadata.storage_data or {}
         written = metadata.state_dict_metadata  # PyTorch has paths of tensors of which no rank wrote anything, too
         for name in dict.fromkeys([*(name for name in paths if name in written), *written]):
@@ -84,7 +86,10 @@ class Table:
             size = properties = None
             indices, longest = [MetadataIndex(name)], 0
             if isinstance(entry, TensorStorageMetadata):
-                size, properties = entry.size, entry.properties
+                size = entry.size
+                if entry.properties not in known_properties:
+                    known_properties.append(entry.properties)
+                properties = known_properties[known_properties.index(entry.properties)]
                 longest = max((chunk.sizes[0] for chunk in entry.chunks if chunk.sizes), default=0)
                 chunks = sorted(entry.chunks, key=_offsets_of)
                 for chunk in chunks:
@@ -99,7 +104,8 @@ class Table:
                 if getattr(info, "transform_descriptors", None):
                     transforms[name, number] = info.transform_descriptors
                 places.extend((files.setdefault(str(info.relative_path), len(files)), info.offset, info.length))
-            entries[name] = Entry(paths.get(name), size, properties, longest, places, bounds)
+            begins = bounds[:: 2 * len(size)] if size else array("q")
+            entries[name] = Entry(paths.get(name), size, properties, longest, places, bounds, begins)
         return cls(entries, {number: name for name, number in files.items()}, transforms)
 
     def outline(self) -> Table:
@@ -109,7 +115,7 @@ class Table:
         for name, entry in self.entries.items():
             assert entry.places is not None, "this is no outline"
             if len(entry.places) > 3 * _FEW:
-                entries[name] = replace(entry, places=None, bounds=array("q"))
+                entries[name] = entry._replace(places=None, bounds=None, begins=None)
             else:
                 entries[name] = entry
                 files.update({file: self.files[file] for file in entry.places[::3] if file != _NOWHERE})
@@ -171,6 +177,7 @@ class Table:
     def _chunk(self, name: str, number: int) -> Chunk:
         entry = self.entries[name]
         assert entry.places is not None, "it was asked for"
+        assert entry.bounds is not None
         file, at, length = entry.places[3 * number : 3 * number + 3]
         num_dims = len(entry.size or ())
         begin = 2 * num_dims * number
@@ -181,18 +188,16 @@ class Table:
     def _numbers(self, name: str, spans: Spans) -> Sequence[int]:
         """Of chunks with rows in some spans of dim 0."""
         entry = self.entries[name]
-        numbers, num_dims = range(len(entry.places or ()) // 3), len(entry.size or ())
-        if spans is None or not num_dims:
-            return numbers
+        if spans is None or not entry.begins:
+            return range(len(entry.places or ()) // 3)
+        if len(spans) == 1:
+            return self._numbers_in(entry.begins, entry.longest, *spans[0])
+        numbers = (number for span in spans for number in self._numbers_in(entry.begins, entry.longest, *span))
+        return list(dict.fromkeys(numbers))
 
-        def begin_of(number: int) -> int:
-            return entry.bounds[2 * num_dims * number]
-
-        wanted: dict[int, None] = {}
-        for begin, end in spans:
-            first = bisect_right(numbers, begin - entry.longest, key=begin_of)
-            wanted.update(dict.fromkeys(numbers[first : bisect_left(numbers, end, key=begin_of)]))
-        return list(wanted)
+    @staticmethod
+    def _numbers_in(begins: array[int], longest: int, begin: int, end: int) -> range:
+        return range(bisect_right(begins, begin - longest), bisect_left(begins, end))
 
 
 def _spans(target: Any) -> Spans:

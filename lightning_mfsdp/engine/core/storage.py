@@ -248,9 +248,11 @@ class SlotPool:
         """The client does not use its slot for now, and leaves its values there until another client must have it."""
         self._held.pop(client, None)
 
-    def resume(self, client: Client) -> None:
-        """It uses the slot again in which its values rest."""
+    def resume(self, client: Client, *, training: bool) -> None:
+        """It uses the slot again in which its values rest; `training` as for `acquire`."""
         self._held[client] = None
+        if self.pooled and training:
+            self._note_conflicts(client)
 
     def release(self, client: Client, event: Event) -> bool:
         """Take the slot back. `event` comes after the last use of the memory. Returns whether the memory was left to others."""

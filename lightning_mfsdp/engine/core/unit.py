@@ -200,20 +200,21 @@ class Unit:
         for weights, buffer in zip(self.weights, buffers, strict=True):
             weights.unshard(buffer, for_backward=for_backward, ahead=ahead)
 
-    def register(self) -> None:
-        """Wait for the all-gathers, and have modules show unsharded parameters."""
-        for weights in self.weights:
-            weights.register()
-        self.shown.now = True
-        if not self.uses_weights:
-            self.lease()
-
-    def lease(self) -> None:
-        """Keep unsharded parameters in memory, shown or not."""
+    def use(self, buffers: list[Slot | None] | None = None, *, for_backward: bool = False) -> None:
+        """As `unshard`, of what is read now: it stays in memory, shown or not, and none of the weights gives way to another of them."""
+        if self.context.writes.needs_refresh:
+            self.context.refresh()
         if not self.uses_weights:
             self.uses_weights = True
             for weights in self.weights:
                 weights.leases += 1
+        self.unshard(buffers, for_backward=for_backward)
+
+    def register(self) -> None:
+        """Wait for the all-gathers of what is used, and have modules show unsharded parameters."""
+        for weights in self.weights:
+            weights.register()
+        self.shown.now = True
 
     def is_unsharded_and_current(self, group: ParameterGroup) -> bool:
         """Whether unsharded parameters of one of its groups equal the main weights and stay in place until a backward has ended."""
@@ -327,16 +328,14 @@ class Unit:
             context.begin_backward()  # and not in a backward inside this one, which reentrant checkpointing runs
             # If they are gathered for a backward of this unit already, what is recomputed reads the same.
             latest = None if self.uses_weights or not self.calls.waiting else self.calls.latest
-            self.unshard(None if latest is None else latest.buffers)
+            self.use(None if latest is None else latest.buffers)
         else:
             following = context.note_forward(self)
-            self.unshard()
+            self.use()
         if context.schedule.trace is not None:
             context.schedule.trace.append(self.enter)
         if shows:
             self.register()
-        else:
-            self.lease()
         if following is not None:
             following.unshard()
 
@@ -348,7 +347,7 @@ class Unit:
         if opens_call:
             args, kwargs = self.pre_forward(module, args, kwargs)
         else:
-            self.unshard()  # includes what was written since
+            self.use()  # includes what was written since
             self.register()
         self.shown.begin(module, opened_call=opens_call)
         return args, kwargs
@@ -565,7 +564,7 @@ class Unit:
             context.lane.ranges.begin("backward", self.name)
         following = context.note_backward(self)
         if call.buffers is not None:
-            self.unshard(call.buffers, for_backward=True)
+            self.use(call.buffers, for_backward=True)
             self.register()
         if following is not None:
             following.prefetch_for_backward()

@@ -301,17 +301,17 @@ class Weights:
             return
         lane, streams = self._lane, self._lane.streams
         slot, free = None, None
+        training = torch.is_grad_enabled() or compat.backward_task() != -1
         if self.is_sharded:
             if self.versions.place is None:
                 slot = lane.pool.clear(self.client, buffer)
             elif not self.present:  # it stayed in memory, where it may be being read
                 self.refuse_late_writes()
-                lane.pool.resume(self.client)
+                lane.pool.resume(self.client, training=training)
                 free = streams.record()
         with lane.ranges.around("gather", self.name):
             if self.is_sharded and lane.order.is_on:
                 lane.order.note(self.number, self.name, kind)
-            training = torch.is_grad_enabled() or compat.backward_task() != -1
             with streams.on(streams.gather):
                 if lane.weights_ready is not None:
                     streams.wait(lane.weights_ready, streams.gather)
@@ -541,6 +541,11 @@ class Weights:
             self.wait()
         if self.registered:
             return
+        if not self.present:  # what is shown would be NaN
+            raise EngineStateError(
+                f"{self.name}: its memory was given to another unit between its all-gather and its use, which is a defect of "
+                'lightning_mfsdp. Pass storage="dynamic", with which units share no memory, and report it'
+            )
         self.registered = True
         if self._spec.codec is not None:
             with torch.inference_mode(False), torch.no_grad():
