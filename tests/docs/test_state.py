@@ -30,7 +30,7 @@ def test_every_attribute_has_a_meaning() -> None:
 
 def test_writes_are_found_wherever_they_stand() -> None:
     found = {(of, name): functions for of, rows in script.table().items() for name, _, functions in rows}
-    assert found["Weights", "leases"] == ["Unit._end_lease", "Unit.use"]  # of another class, by the variable's name
+    assert found["Weights", "leases"] == ["Unit._end_lease", "Unit.unshard"]  # of another class, by the variable's name
     assert found["Weights", "stays"] == [
         "Weights._refuse_late_write",
         "Weights.abandon",

@@ -126,7 +126,7 @@ def test_a_step_of_the_trainer_makes_few_calls_for_each_parameter_and_unit() -> 
     ours = {
         concern: number for concern, number in calls.items() if concern not in ("torch.optim", "model", "lightning")
     }
-    assert sum(ours.values()) <= 6_150, ours
+    assert sum(ours.values()) <= 6_200, ours
     assert calls["torch.optim"] <= 600, "a unit has one or two tensors to step, and not one for each parameter"
 
 

@@ -295,7 +295,8 @@ class Context:
         for unit in self.units:
             if unit.uses_weights or unit.step_buffers is not None:
                 # What was resharded since its step is gathered to where autograd saved it; what was kept is there already.
-                unit.use(None if unit.uses_weights else unit.step_buffers, for_backward=True)
+                buffers = None if unit.uses_weights else unit.step_buffers
+                unit.unshard(buffers, used=True, for_backward=True)
                 unit.register()
 
     def backward_raised(self) -> None:

@@ -182,33 +182,33 @@ class Unit:
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def unshard(
-        self, buffers: list[Slot | None] | None = None, *, ahead: bool = False, for_backward: bool = False
+        self,
+        buffers: list[Slot | None] | None = None,
+        *,
+        used: bool = False,
+        ahead: bool = False,
+        for_backward: bool = False,
     ) -> None:
         """Start the all-gather of every group that is not gathered yet.
 
         Args:
             buffers: Where saved tensors expect the weights, by group.
+            used: They are read now: they stay in memory, shown or not, and none of them gives way to another.
             ahead: They are not read yet; see `Weights.unshard`.
             for_backward: Gather what a backward reads, not what a forward reads.
         """
         if self.context.writes.needs_refresh:
             self.context.refresh()
+        if used and not self.uses_weights:
+            self.uses_weights = True
+            for weights in self.weights:
+                weights.leases += 1
         if buffers is None:
             for weights in self.weights:
                 weights.unshard(for_backward=for_backward)
             return
         for weights, buffer in zip(self.weights, buffers, strict=True):
             weights.unshard(buffer, for_backward=for_backward, ahead=ahead)
-
-    def use(self, buffers: list[Slot | None] | None = None, *, for_backward: bool = False) -> None:
-        """As `unshard`, of what is read now: it stays in memory, shown or not, and none of the weights gives way to another of them."""
-        if self.context.writes.needs_refresh:
-            self.context.refresh()
-        if not self.uses_weights:
-            self.uses_weights = True
-            for weights in self.weights:
-                weights.leases += 1
-        self.unshard(buffers, for_backward=for_backward)
 
     def register(self) -> None:
         """Wait for the all-gathers of what is used, and have modules show unsharded parameters."""
@@ -328,10 +328,10 @@ class Unit:
             context.begin_backward()  # and not in a backward inside this one, which reentrant checkpointing runs
             # If they are gathered for a backward of this unit already, what is recomputed reads the same.
             latest = None if self.uses_weights or not self.calls.waiting else self.calls.latest
-            self.use(None if latest is None else latest.buffers)
+            self.unshard(None if latest is None else latest.buffers, used=True)
         else:
             following = context.note_forward(self)
-            self.use()
+            self.unshard(used=True)
         if context.schedule.trace is not None:
             context.schedule.trace.append(self.enter)
         if shows:
@@ -347,7 +347,7 @@ class Unit:
         if opens_call:
             args, kwargs = self.pre_forward(module, args, kwargs)
         else:
-            self.use()  # includes what was written since
+            self.unshard(used=True)  # includes what was written since
             self.register()
         self.shown.begin(module, opened_call=opens_call)
         return args, kwargs
@@ -564,7 +564,7 @@ class Unit:
             context.lane.ranges.begin("backward", self.name)
         following = context.note_backward(self)
         if call.buffers is not None:
-            self.use(call.buffers, for_backward=True)
+            self.unshard(call.buffers, used=True, for_backward=True)
             self.register()
         if following is not None:
             following.prefetch_for_backward()
