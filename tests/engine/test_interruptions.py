@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from itertools import groupby, product
+from contextlib import nullcontext, suppress
+from itertools import count, groupby, product
 from unittest import mock
 
 import pytest
@@ -154,6 +154,61 @@ def a_gather_that_fails_leaves_no_memory_behind(rank, world):
         assert context(model).lane.pool.allocated_bytes == 0, storage
         found = train(model, adamw(model), range(3), rank)
         assert torch.equal(torch.stack(found), torch.stack(train(expected, adamw(expected), range(3), rank))), storage
+
+
+def failing(at: int):
+    """The gather of this number fails, and those after it work."""
+    own, numbers = Axis.gather, count()
+
+    def gather(self, *args, **kwargs):
+        if next(numbers) == at:
+            raise MemoryError("made up")
+        return own(self, *args, **kwargs)
+
+    return mock.patch.object(Axis, "gather", gather)
+
+
+def result_of(model, where: str, rank: int) -> Tensor:
+    with torch.no_grad():
+        if where == "a module of the root":
+            return model.out(inputs(7, rank))
+        if where == "a forward":
+            return model(inputs(7, rank))
+        with gather_root(model):
+            return model.out(model.layers[0](inputs(7, rank)))
+
+
+def what_a_gather_that_failed_has_left_is_not_read(rank, world):
+    """It is gathered again, wherever it failed, and nothing of before is kept in memory for it."""
+    for sharding, storage in pairwise(STRATEGIES, STORAGES, together=1):
+        for where, at in product(("a step of the root", "a module of the root", "a forward"), range(5)):
+            case = f"{sharding} {storage} {where} {at}"
+            model, expected = (sharded_chain(sharding=sharding, storage=storage) for _ in range(2))
+            for one in (model, expected):
+                train(one, adamw(one), range(2), rank)
+            with failing(at), suppress(MemoryError):
+                result_of(model, where, rank)
+            assert not any(unit.uses_weights for unit in context(model).units), case
+            assert torch.equal(result_of(model, where, rank), result_of(expected, where, rank)), case
+            assert_same_weights(model, expected)
+
+
+def a_prefetch_that_failed_is_done_again_in_the_same_forward(rank, world):
+    for at in range(2, 5):
+        model, expected = (sharded_chain() for _ in range(2))
+        for one in (model, expected):
+            train(one, adamw(one), range(2), rank)
+
+        def again(layer: nn.Module, x: Tensor) -> Tensor:
+            try:
+                return layer(x)
+            except MemoryError:
+                return layer(x)
+
+        model.wrap = again
+        with failing(at):
+            loss = loss_of(model, inputs(3, rank))
+        assert torch.equal(loss, loss_of(expected, inputs(3, rank))), at
 
 
 def evaluation_right_after_a_failed_backward(rank, world):
@@ -437,6 +492,8 @@ CASES = (
     a_look_at_whole_weights_disturbs_no_forward,
     a_graph_of_long_ago_comes_after_a_backward_that_ended_its_unit,
     a_gather_that_fails_leaves_no_memory_behind,
+    what_a_gather_that_failed_has_left_is_not_read,
+    a_prefetch_that_failed_is_done_again_in_the_same_forward,
     part_of_the_ranks_may_skip_units,
 )
 WORLDS = {1: thinned(CASES[:-2], 3), 2: CASES}

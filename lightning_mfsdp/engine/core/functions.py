@@ -140,8 +140,8 @@ def gather_root(module: nn.Module) -> Iterator[None]:
     unit = _unit(module, "gather_root")
     context = unit.context
     before = context.backward.num_ended
-    unit.begin_step()
     try:
+        unit.begin_step()
         yield
     except BaseException as error:  # an interrupt, too, must not leave weights pinned; re-raised
         unit.abandon()

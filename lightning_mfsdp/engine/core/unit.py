@@ -345,7 +345,12 @@ class Unit:
         """A module with parameters of this unit, the outermost one, runs outside the unit's own forward: they are shown while it does."""
         opens_call = not (self.keeps_unsharded or self.calls.open)
         if opens_call:
-            args, kwargs = self.pre_forward(module, args, kwargs)
+            try:
+                args, kwargs = self.pre_forward(module, args, kwargs)
+            except BaseException:  # no hook after the forward knows that it began; re-raised
+                self.calls.open.clear()
+                self.abandon()
+                raise
         else:
             self.unshard(used=True)  # includes what was written since
             self.register()

@@ -300,7 +300,7 @@ class Weights:
             self.present = 2 * self._read_by_backward - 1
             return
         lane, streams = self._lane, self._lane.streams
-        slot, free = None, None
+        slot, free, age = None, None, self.age
         training = torch.is_grad_enabled() or compat.backward_task() != -1
         if self.is_sharded:
             if self.versions.place is None:
@@ -312,29 +312,34 @@ class Weights:
         with lane.ranges.around("gather", self.name):
             if self.is_sharded and lane.order.is_on:
                 lane.order.note(self.number, self.name, kind)
-            with streams.on(streams.gather):
-                if lane.weights_ready is not None:
-                    streams.wait(lane.weights_ready, streams.gather)
-                if self.age is Age.CAST:
-                    self.age = Age.GATHERED
-                if outer_first and self._axes.outer is not None:
-                    self._gather_shards(self._axes.outer, self._inner, self._main.extent)
-                if self.is_sharded:
-                    if slot is not None:
-                        free = lane.pool.acquire(self.client, slot, training=training)
-                    if free is not None:
-                        streams.wait(free, streams.gather)
-                    self.present |= form
-                    latest = self._latest
-                    if latest is None or latest[0] is not self.client.slot:
-                        latest = self._latest = self.client.slot, self._in_slot(self.client.slot)
-                        self._bind(latest[1])
-                    self._gather_into(latest[1], form)
-                else:
-                    self.present = 2 * self._read_by_backward - 1
-                    if in_place:
-                        self._gather_shards(self._axes.shard, range(self._main.layout.num_shards), self._inner)
-                self._event = streams.record()
+            try:
+                with streams.on(streams.gather):
+                    if lane.weights_ready is not None:
+                        streams.wait(lane.weights_ready, streams.gather)
+                    if self.age is Age.CAST:
+                        self.age = Age.GATHERED
+                    if outer_first and self._axes.outer is not None:
+                        self._gather_shards(self._axes.outer, self._inner, self._main.extent)
+                    if self.is_sharded:
+                        if slot is not None:
+                            free = lane.pool.acquire(self.client, slot, training=training)
+                        if free is not None:
+                            streams.wait(free, streams.gather)
+                        self.present |= form
+                        latest = self._latest
+                        if latest is None or latest[0] is not self.client.slot:
+                            latest = self._latest = self.client.slot, self._in_slot(self.client.slot)
+                            self._bind(latest[1])
+                        self._gather_into(latest[1], form)
+                    else:
+                        self.present = 2 * self._read_by_backward - 1
+                        if in_place:
+                            self._gather_shards(self._axes.shard, range(self._main.layout.num_shards), self._inner)
+                    self._event = streams.record()
+            except BaseException:  # an interrupt, too: what is in memory is not the weight; re-raised
+                self.age = age
+                self.abandon()
+                raise
         lane.started += 1
         lane.weights_ready = None
 
@@ -499,7 +504,7 @@ class Weights:
         self.stays = self.is_sharded
 
     def abandon(self) -> None:
-        """A forward has raised, so nothing that it left counts."""
+        """A forward or an all-gather has raised, so nothing that it left counts."""
         self.stays = False
         self.reshard()
 
