@@ -377,6 +377,87 @@ class Penalizing(nn.Module):
         return self.inner(x)
 
 
+class Taking(nn.Linear):
+    """Of its weight it leaves a view without a graph, which no look at the unit takes for a side door."""
+
+    takes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.takes:
+            self.taken = self.weight.detach()
+        return super().forward(x)
+
+
+class Sharing(nn.Module):
+    """Two units share a weight. One keeps what it computes; of the other, which keeps nothing, some ranks take its weights."""
+
+    def __init__(self, last: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.one, self.two = (nn.Sequential(Taking(WIDTH, WIDTH), last()) for _ in range(2))
+        self.two[0].weight = self.one[0].weight
+        self.two[0].register_forward_hook(self.keep)
+        self.kept: Tensor | None = None
+
+    def keep(self, _: nn.Module, args: Any, output: Tensor) -> None:
+        self.kept = output
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = self.one(x).square().mean()
+        loss = loss + self.two(x).square().mean()
+        return loss + self.kept.tanh().square().mean()
+
+
+class Gain(nn.Module):
+    """Saves its parameter itself and no view of it, so that nothing refers to the memory after the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain
+
+
+def what_one_rank_alone_keeps_of_a_shared_weight_changes_nothing(rank: int, world: int) -> None:
+    """The unit that is not followed expects its weights where they were, on ranks where something keeps that memory, too."""
+    for last in (Gain, partial(nn.Linear, WIDTH, WIDTH)):
+        models = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            models.append(Sharing(last))
+        model = models[1]
+        for unit in (model.one, model.two, model):
+            fully_shard(unit)
+        optimizers = [torch.optim.SGD(models[0].parameters(), lr=0.1)]
+        optimizers.append(fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1)))
+        for step in range(LAST):
+            model.one[0].takes = rank == 0 and step > 1
+            losses = [model(batch(step, 0)) for model in models]
+            for loss, optimizer in zip(losses, optimizers, strict=True):
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            torch.testing.assert_close(losses[1], losses[0])
+
+
+def what_was_taken_of_a_followed_weight_keeps_the_values_of_then(rank: int, world: int) -> None:
+    """Also where something of the step before, in which the unit was not followed yet, still refers to the memory."""
+    model = nn.Sequential(*(nn.Sequential(Noted(), Taking(WIDTH, WIDTH)) for _ in range(3)))
+    for unit in model:
+        unit[0].notes = unit[1].takes = True
+        fully_shard(unit)
+    fully_shard(model)
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(LAST):
+        before = [unit[1].weight.full_tensor().clone() for unit in model]
+        model(batch(step, rank)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for unit, expected in zip(model, before, strict=True):
+            if step > 1:
+                torch.testing.assert_close(unit[1].taken, expected, rtol=0, atol=0)
+
+
 def a_unit_that_shares_a_weight_leaves_its_memory_to_the_owner(rank: int, world: int) -> None:
     models = []
     for _ in range(2):
@@ -915,6 +996,8 @@ CASES = (
     in_bfloat16_they_are_no_further_off_than_an_ordinary_loss,
     followed_weights_are_resharded_after_forward_and_backward,
     what_one_rank_alone_keeps_changes_nothing,
+    what_one_rank_alone_keeps_of_a_shared_weight_changes_nothing,
+    what_was_taken_of_a_followed_weight_keeps_the_values_of_then,
     memory_of_followed_weights_is_freed_with_every_reshard,
     what_no_optimizer_steps_does_not_stay,
     a_graph_that_waits_keeps_what_no_optimizer_steps,

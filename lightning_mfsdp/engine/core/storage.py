@@ -35,7 +35,7 @@ _ALIGNMENT_BYTES = 512
 
 
 class Slot:
-    """Memory for one buffer, whose views stay valid while the memory is freed and allocated again.
+    """A place for one buffer, whose views stay valid while its memory is freed and allocated again.
 
     Attributes:
         size_bytes: Room in it.
@@ -60,7 +60,7 @@ class Slot:
 
     @property
     def memory(self) -> Tensor:
-        """`[size_bytes]` uint8; the same tensor for the slot's whole life, so views of it stay valid."""
+        """`[size_bytes]` uint8; the same tensor until the memory is left (`leave_memory`), so views of it stay valid."""
         if self._memory is None:
             with torch.inference_mode(False):
                 self._memory = torch.empty(self.size_bytes, dtype=torch.uint8, device=self._device)
@@ -95,20 +95,22 @@ class Slot:
             if self.holder is None or self.holder() is None:
                 self.discard()
 
-    def count_own_users(self, others: int) -> None:
-        """Note how many references to the memory belong to its client, `others` of those that there are now excepted."""
+    def count_own_users(self) -> None:
+        """Note how many references to the memory belong to its client, before the client shows it to anything for the first time."""
         if self.is_own and not self._own_users:
-            self._own_users = compat.storage_users(self.memory) - others
+            self._own_users = compat.storage_users(self.memory)
 
     @property
     def is_referenced(self) -> bool:
         """Whether anything but its client may refer to the memory: what a program has taken of a weight, or an autograd function keeps."""
         return not self._own_users or compat.storage_users(self.memory) > self._own_users
 
-    def leave(self) -> None:
-        """Nothing is written here any more. Memory is freed when nothing refers to it, and work on the current stream has ended."""
+    def leave_memory(self) -> None:
+        """Leave the memory to what refers to it, and take new one next. It is freed when nothing does, and work so far has ended."""
         if self._memory is not None and self._memory.is_cuda:
             compat.free_after_work_so_far(self._memory)
+        self._memory = self._storage = None
+        self._own_users, self.is_allocated = 0, False
 
     def discard(self) -> None:
         """Return private memory to the allocator; fixed memory stays."""
@@ -261,10 +263,9 @@ class SlotPool:
         slot.released = event
         self._last_release = event
         self._held.pop(client, None)
-        # Ranks may differ in that. It decides about memory alone: no other client takes a slot of one without a home.
+        # Ranks may differ in that. It decides about memory alone: the slot stays, by which they decide what to gather.
         if client.home is None and slot.is_own and slot.is_referenced:
-            slot.leave()
-            client.slot = self._slot_for(client)
+            slot.leave_memory()
             return True
         if not slot.fixed:
             slot.discard()

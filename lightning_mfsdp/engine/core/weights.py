@@ -330,6 +330,7 @@ class Weights:
                         if latest is None or latest[0] is not self.client.slot:
                             latest = self._latest = self.client.slot, self._in_slot(self.client.slot)
                             self._bind(latest[1])
+                            self.client.slot.count_own_users()
                         self._gather_into(latest[1], form)
                     else:
                         self.present = 2 * self._read_by_backward - 1
@@ -365,9 +366,6 @@ class Weights:
                             parameter.data_was_asked_for = False
                         compat.set_data(parameter, view)
             versions.lie_in(place)
-            if self.is_sharded and self.client.home is None:
-                # Before the gather: what it communicates with refers to the memory, too. A codec's parameters stay where they are.
-                self.client.slot.count_own_users(0 if self._spec.codec is not None else len(self._entries))
         for index, full in enumerate(place.buffers):
             if forms >> index & 1:
                 if self.shards:
@@ -379,14 +377,17 @@ class Weights:
                     self._axes.shard.gather(full.segments, source.segments)
 
     def _in_slot(self, slot: Slot) -> Place:
-        """The place in a slot's memory, made once for each slot."""
+        """The place in a slot's memory, made once for each memory; in one that it has left, the same values are still."""
         place = self._by_slot.get(slot)
-        if place is None:
+        if place is None or not place.buffers:
+            left = place
             layout = self._main.layout
             with torch.inference_mode(False):
                 memory = slot.memory[: self.client.size_bytes].view(self._spec.storage_dtype)
                 forms = memory.view(len(self._spec.planes), -1).unbind()
                 place = self._place_over([FlatBuffer.over(layout, range(layout.num_shards), form) for form in forms])
+                if left is not None:
+                    place.values = left.values
             self._by_slot[slot] = place
         return place
 
@@ -497,6 +498,7 @@ class Weights:
                     for entry, nothing in zip(self._entries, self._nothing, strict=True):
                         compat.set_data(entry.full, nothing)
             if lane.pool.release(self.client, lane.streams.record()):
+                self._by_slot[self.client.slot].leave_memory()
                 self._latest = None
 
     def stay(self) -> None:
