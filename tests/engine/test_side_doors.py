@@ -7,8 +7,10 @@ step on, so each takes several ordinary steps first.
 from __future__ import annotations
 
 import re
+import sys
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -30,6 +32,7 @@ from lightning_mfsdp.engine import (
     watch_backward,
 )
 from lightning_mfsdp.engine.core.versions import RESHARDED
+from tests.engine.internals import unit_of
 from tests.engine.worlds import at_night, by_world, check
 from tests.helpers.chain import context, weights
 from tests.helpers.distributed import RankError, run_distributed
@@ -438,6 +441,40 @@ def what_one_rank_alone_keeps_of_a_shared_weight_changes_nothing(rank: int, worl
                 optimizer.step()
                 optimizer.zero_grad()
             torch.testing.assert_close(losses[1], losses[0])
+
+
+@dataclass
+class Settings:
+    """As libraries keep them for each layer."""
+
+    history: int = 1024
+    algorithm: str = "max"
+    inner: tuple[float, ...] = (1.0, 2.0)
+
+
+def a_look_at_tables_of_settings_takes_few_calls(rank: int, world: int) -> None:
+    """It is part of every forward: Transformer Engine's layers have two such tables each."""
+    layer = Noted()
+    layer.meta = {f"setting {at}": at for at in range(10)} | {"recipe": Settings(), "roles": [object()] * 3}
+    model = fully_shard(nn.Sequential(layer))
+    for step in range(2):
+        model(batch(step, rank)).square().mean().backward()
+    look, calls = unit_of(model).side_doors.look_at_attributes, 0
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        found = look()
+    finally:
+        sys.setprofile(before)
+    assert not found
+    assert calls < 120, calls  # beginnings and ends, in Python and in C
+    layer.meta["roles"][1] = {"feature": layer.a(batch(0, rank))}
+    assert look()
 
 
 def what_was_taken_of_a_followed_weight_keeps_the_values_of_then(rank: int, world: int) -> None:
@@ -998,6 +1035,7 @@ CASES = (
     what_one_rank_alone_keeps_changes_nothing,
     what_one_rank_alone_keeps_of_a_shared_weight_changes_nothing,
     what_was_taken_of_a_followed_weight_keeps_the_values_of_then,
+    a_look_at_tables_of_settings_takes_few_calls,
     memory_of_followed_weights_is_freed_with_every_reshard,
     what_no_optimizer_steps_does_not_stay,
     a_graph_that_waits_keeps_what_no_optimizer_steps,
