@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
@@ -171,6 +172,33 @@ class Recomputed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + checkpoint(lambda x: torch.tanh(self.layer(x)), x, use_reentrant=True)
+
+
+def what_is_recomputed_is_waited_for_wherever_an_evaluation_was(rank, world):
+    """A module that is recomputed in a backward of its own ran without gradients, as in an evaluation."""
+    for through_root, evaluates, recomputed in product((True, False), ("model", "method", "layer"), (0, 1)):
+        models = [plain_chain(), grouped_chain()]
+        results = []
+        for model in models:
+            model.wrap = lambda layer, x, first=model.layers[recomputed]: (
+                checkpoint(layer, x, use_reentrant=True) if layer is first else layer(x)
+            )
+            sharded = model is models[1]
+            optimizer = adamw(model) if sharded else torch.optim.AdamW(model.parameters(), lr=1e-2)
+            for step in range(2):
+                with gather_root(model) if sharded else nullcontext():
+                    for micro in range(3):
+                        x = inputs(3 * step + micro).requires_grad_()
+                        result = model(x) if through_root else model.forward(x)
+                        result.square().mean().backward()
+                        with torch.no_grad():
+                            evaluate = {"model": model, "method": model.forward, "layer": model.layers[recomputed]}
+                            results.append(evaluate[evaluates](x))
+                optimizer.step()
+                optimizer.zero_grad()
+        half = len(results) // 2
+        for expected, found in zip(results[:half], results[half:], strict=True):
+            torch.testing.assert_close(found, expected, msg=f"{through_root} {evaluates} {recomputed}")
 
 
 def two_calls_go_back_twice(rank, world):
@@ -414,6 +442,7 @@ CASES = (
     the_numbers_are_those_of_single_units,
     recomputation_of_single_modules_is_bit_equal,
     any_path_through_the_modules_trains_like_plain_pytorch,
+    what_is_recomputed_is_waited_for_wherever_an_evaluation_was,
     two_calls_go_back_twice,
     a_failure_inside_or_between_modules_does_no_harm,
     units_inside_grouped_modules_are_their_own,

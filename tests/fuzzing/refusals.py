@@ -91,7 +91,12 @@ REFUSALS: tuple[Refusal, ...] = (
         r"EngineStateError: [\w.]+: a backward read its weight .* after the unit was resharded",
         "the same where the root's layer shares its weight with a unit",
         lambda case: (
-            _goes_by_side_doors(case) and any(not b.unit and (b.keeps or b.tied_to >= 0) for b in case.model.blocks)
+            _goes_by_side_doors(case)
+            and any(
+                (not b.unit and (b.keeps or b.tied_to >= 0))
+                or (b.tied_to >= 0 and not case.model.blocks[b.tied_to].unit)
+                for b in case.model.blocks
+            )
         ),
     ),
     Refusal(

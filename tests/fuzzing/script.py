@@ -59,6 +59,8 @@ def as_script(case: Description, title: str = "A case in which the engine and pl
         "import tempfile",
         "import torch.distributed as dist",
         "import torch.multiprocessing",
+        "from lightning_mfsdp.engine.core.group import ParameterGroup",
+        "from lightning_mfsdp.engine.core.inspect import context_of",
     ]
     bodies: list[str] = []
     for part in _PARTS:

@@ -372,7 +372,7 @@ class Unit:
 
     def end_step(self, *, had_backward: bool) -> None:
         """That code has ended; `had_backward`: what it computed has had its backward inside of it."""
-        self.keeps_unsharded = False
+        self.keeps_unsharded = self._runs_without_gradients = False
         if torch.is_grad_enabled():
             self.step_buffers = [weights.buffer for weights in self.weights]
         if had_backward:
@@ -455,6 +455,7 @@ class Unit:
 
     def leave(self) -> None:
         """After forward: reshard weights, unless they are needed again at once, or a backward may begin undetected."""
+        self._runs_without_gradients = False
         if compat.backward_task() != -1 or self.calls.open:
             return
         context = self.context
@@ -524,7 +525,7 @@ class Unit:
 
     def abandon(self) -> None:
         """Forward raised: reshard at once what it used, and at the root also what was prefetched."""
-        self.keeps_unsharded = False
+        self.keeps_unsharded = self._runs_without_gradients = False
         self.reshard()
         if self is self.context.root():
             for unit in self.context.units:
