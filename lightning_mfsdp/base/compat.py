@@ -38,7 +38,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.modules import module as module_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
 __all__ = [
@@ -325,7 +325,13 @@ def address_of(tensor: Tensor) -> int | None:
 
 
 def as_kind(kind: type[TensorT], tensor: Tensor) -> TensorT:
-    """A tensor of a subclass of `Tensor` over the memory of another one, without history (torch 2.11 to 2.15: `_make_subclass`)."""
+    """A tensor of a subclass of `Tensor` over the memory of another one, without history (torch 2.11 to 2.15: `_make_subclass`).
+
+    One without memory is a Python object of another class for good, so a tensor of one element stands for it.
+    """
+    if is_without_memory(tensor):
+        with _disable_current_modes():
+            tensor = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
     return torch.Tensor._make_subclass(kind, tensor)
 
 

@@ -120,23 +120,16 @@ class _Case:
         number = self.arguments.accumulate or trainer.get("accumulate_grad_batches") or 1
         return number != 1 or self.run.options.global_batch_size is not None
 
-    def accumulated_bytes(self, estimate: MemoryEstimate) -> int:
-        """Gradients that wait for the last microbatch, of the whole model on every rank, in float32 (docs/strategies.md)."""
-        options = self.run.options
-        is_whole = self.accumulates and self.run.ranks > 1 and options.accumulation == "local"
-        is_kept_anyway = options.sharding in ("no_shard", 0)
-        return 0 if not is_whole or is_kept_anyway else 4 * estimate.parameters // options.tensor
-
     def estimate(self) -> MemoryEstimate:
-        return rehearse(self.subject(), self.run)
+        """What two microbatches hold if there are more: the second and those behind it add to what the first has left."""
+        return rehearse(self.subject(), replace(self.run, microbatches=2 if self.accumulates else 1))
 
     def reserve_bytes(self, estimate: MemoryEstimate) -> int:
         given: float | None = self.arguments.reserve
-        counted = estimate.total + self.accumulated_bytes(estimate)
-        return int(_RESERVE_BYTES + _RESERVE_FRACTION * counted) if given is None else int(given * _GIB)
+        return int(_RESERVE_BYTES + _RESERVE_FRACTION * estimate.total) if given is None else int(given * _GIB)
 
     def total_bytes(self, estimate: MemoryEstimate) -> int:
-        return estimate.total + self.accumulated_bytes(estimate) + self.reserve_bytes(estimate)
+        return estimate.total + self.reserve_bytes(estimate)
 
     def total_gib(self, estimate: MemoryEstimate) -> float:
         return self.total_bytes(estimate) / _GIB
@@ -364,8 +357,6 @@ def _with_context(case: _Case, size: int) -> _Case:
 def _rows(case: _Case, estimate: MemoryEstimate) -> dict[str, int]:
     """Bytes at the peak by kind, with the reserve; kinds that are never there are left out."""
     kinds = {kind: estimate.peak.get(kind, 0) for kind, most in estimate.most.items() if most}
-    if accumulated := case.accumulated_bytes(estimate):
-        kinds["accumulated gradients"] = accumulated
     return {**kinds, "reserve": case.reserve_bytes(estimate)}
 
 

@@ -23,8 +23,8 @@ class HeldMemory:
         host: Main weights in host memory (`offload="optimizer"`).
         compute: Compute weights that stay in memory in addition to main weights, by dtype.
         gathered: Memory for unsharded weights, in use or reserved for them.
-        gradients: Reduced gradients, and those that wait for a later microbatch.
-        buckets: Gradients that are being reduced.
+        gradients: Reduced gradients.
+        buckets: Gradients that are being reduced, or wait whole for a later microbatch.
     """
 
     main: Mapping[torch.dtype, int]
