@@ -422,7 +422,7 @@ class Gain(nn.Module):
 
 
 def what_one_rank_alone_keeps_of_a_shared_weight_changes_nothing(rank: int, world: int) -> None:
-    """The unit that is not followed expects its weights where they were, on ranks where something keeps that memory, too."""
+    """Both units pack what they save once one of them has a side door: a call that does not expects its weights where they were."""
     for last in (Gain, partial(nn.Linear, WIDTH, WIDTH)):
         models = []
         for _ in range(2):
@@ -473,6 +473,8 @@ def a_look_at_tables_of_settings_takes_few_calls(rank: int, world: int) -> None:
         sys.setprofile(before)
     assert not found
     assert calls < 120, calls  # beginnings and ends, in Python and in C
+    layer.meta["roles"].append(layer.meta)  # holds itself
+    assert not look()
     layer.meta["roles"][1] = {"feature": layer.a(batch(0, rank))}
     assert look()
 

@@ -35,7 +35,7 @@ _ALIGNMENT_BYTES = 512
 
 
 class Slot:
-    """A place for one buffer, whose views stay valid while its memory is freed and allocated again.
+    """Memory for one buffer, whose views stay valid while the memory is freed and allocated again.
 
     Attributes:
         size_bytes: Room in it.
@@ -60,7 +60,7 @@ class Slot:
 
     @property
     def memory(self) -> Tensor:
-        """`[size_bytes]` uint8; the same tensor until the memory is left (`leave_memory`), so views of it stay valid."""
+        """`[size_bytes]` uint8; the same tensor for the slot's whole life, so views of it stay valid."""
         if self._memory is None:
             with torch.inference_mode(False):
                 self._memory = torch.empty(self.size_bytes, dtype=torch.uint8, device=self._device)
@@ -105,12 +105,10 @@ class Slot:
         """Whether anything but its client may refer to the memory: what a program has taken of a weight, or an autograd function keeps."""
         return not self._own_users or compat.storage_users(self.memory) > self._own_users
 
-    def leave_memory(self) -> None:
-        """Leave the memory to what refers to it, and take new one next. It is freed when nothing does, and work so far has ended."""
+    def leave(self) -> None:
+        """Nothing is written here any more. Memory is freed when nothing refers to it, and work on the current stream has ended."""
         if self._memory is not None and self._memory.is_cuda:
             compat.free_after_work_so_far(self._memory)
-        self._memory = self._storage = None
-        self._own_users, self.is_allocated = 0, False
 
     def discard(self) -> None:
         """Return private memory to the allocator; fixed memory stays."""
@@ -263,9 +261,10 @@ class SlotPool:
         slot.released = event
         self._last_release = event
         self._held.pop(client, None)
-        # Ranks may differ in that. It decides about memory alone: the slot stays, by which they decide what to gather.
+        # Ranks may differ in that. It decides about memory alone: no call expects the weights of one without a home in a slot.
         if client.home is None and slot.is_own and slot.is_referenced:
-            slot.leave_memory()
+            slot.leave()
+            client.slot = self._slot_for(client)
             return True
         if not slot.fixed:
             slot.discard()

@@ -244,8 +244,7 @@ class Unit:
         owner = group.unit()
         if owner is None or len(owner.users) == 1:
             return False
-        users = [user for reference in owner.users if (user := reference()) is not None]
-        return any(user.shown.now and group in user.all_groups for user in users)
+        return any(user.shown.now for user in _users_of(group))
 
     def reshard(self) -> None:
         """Show sharded parameters and free memory, unless code around it is still running or a unit that shares a group uses it."""
@@ -309,9 +308,22 @@ class Unit:
         """Pack the weights that the forward of one of its modules saves, from here on, if there are side doors."""
         call = self.calls.open[-1] if self.calls.open else None
         if call is not None and not call.is_recomputed and self._is_followed and call.follow(follow(self)):
-            for weights in self.weights:
-                if weights.is_sharded:
-                    self.context.lane.pool.exclude_from_plan(weights.client)
+            for group in self.all_groups:
+                if group.weights.is_sharded and group.weights.client.home is not None:
+                    self._let_lie_anywhere(group)
+
+    def _let_lie_anywhere(self, group: ParameterGroup) -> None:
+        """Weights need no certain memory once each unit that uses them packs what it saves, and no call waits that did not.
+
+        So units that share weights are followed together. Not at the root, where code of a step may save them (`step_buffers`).
+        """
+        users = _users_of(group)
+        for user in users:
+            user.side_doors.found = True
+        if users and all(
+            user._is_followed and not (user.calls.waiting or user is self.context.root()) for user in users
+        ):
+            self.context.lane.pool.exclude_from_plan(group.weights.client)
 
     def enter(self, *, shows: bool = True) -> None:
         """Unshard parameters, and prefetch the next unit's.
@@ -601,3 +613,10 @@ class Unit:
                     group.weights.let_go()
         if not calls.open:  # otherwise the backward ran inside its forward, which goes on
             self.unregister() if calls.hidden else self.reshard()
+
+
+def _users_of(group: ParameterGroup) -> list[Unit]:
+    """The units whose modules show a group's parameters."""
+    owner = group.unit()
+    users = [] if owner is None else [user for reference in owner.users if (user := reference()) is not None]
+    return [user for user in users if group in user.all_groups]

@@ -54,7 +54,7 @@ class Place:
     """Where unsharded parameters may lie, and which versions say that their present values do.
 
     Attributes:
-        buffers: One for each form; none once the memory is left.
+        buffers: One for each form.
         raw: With a codec, the raw data that parameters are pointed at: those of all parameters in the first form, then in the next.
         tensors: What has versions: the parameters, and raw data.
         values: Their versions here.
@@ -64,13 +64,9 @@ class Place:
 
     def __init__(self, buffers: Sequence[FlatBuffer], parameters: Sequence[Tensor], raw: Sequence[Tensor]) -> None:
         self.buffers, self.raw = buffers, raw
-        self.tensors: tuple[Tensor, ...] = (*parameters, *raw)
+        self.tensors = (*parameters, *raw)
         self.values = Values()
         self._starts: list[tuple[int, int, int]] = []  # bytes, form and number, of what begins there
-
-    def leave_memory(self) -> None:
-        """What refers to the memory keeps it. Its values stay there, so the place that takes over has the same `values`."""
-        self.buffers, self.raw, self.tensors = (), (), ()
 
     def number_at(self, offset_bytes: int) -> tuple[int, int]:
         """Which form lies that far from the beginning of the memory, and which of `tensors`."""

@@ -377,17 +377,14 @@ class Weights:
                     self._axes.shard.gather(full.segments, source.segments)
 
     def _in_slot(self, slot: Slot) -> Place:
-        """The place in a slot's memory, made once for each memory; in one that it has left, the same values are still."""
+        """The place in a slot's memory, made once for each slot."""
         place = self._by_slot.get(slot)
-        if place is None or not place.buffers:
-            left = place
+        if place is None:
             layout = self._main.layout
             with torch.inference_mode(False):
                 memory = slot.memory[: self.client.size_bytes].view(self._spec.storage_dtype)
                 forms = memory.view(len(self._spec.planes), -1).unbind()
                 place = self._place_over([FlatBuffer.over(layout, range(layout.num_shards), form) for form in forms])
-                if left is not None:
-                    place.values = left.values
             self._by_slot[slot] = place
         return place
 
@@ -498,7 +495,6 @@ class Weights:
                     for entry, nothing in zip(self._entries, self._nothing, strict=True):
                         compat.set_data(entry.full, nothing)
             if lane.pool.release(self.client, lane.streams.record()):
-                self._by_slot[self.client.slot].leave_memory()
                 self._latest = None
 
     def stay(self) -> None:
