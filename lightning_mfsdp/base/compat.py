@@ -51,7 +51,6 @@ __all__ = [
     "Store",
     "abort_process_groups",
     "accumulates",
-    "address_of",
     "all_gather_coalesced",
     "all_gather_flat",
     "all_reduce_coalesced",
@@ -89,6 +88,7 @@ __all__ = [
     "is_transformed",
     "keeps_graph",
     "load_code",
+    "memory_of",
     "new_group",
     "no_symmetric_memory_because",
     "on_backward_end",
@@ -314,14 +314,14 @@ version_of: Callable[[Tensor], int] = torch.Tensor._version.__get__  # type: ign
 set_versions: Callable[..., None] = torch._C._autograd._unsafe_set_version_counter
 
 
-def address_of(tensor: Tensor) -> int | None:
-    """Where the storage of a strided tensor begins, that of this rank's part of a DTensor; `None` of other wrappers around tensors.
+def memory_of(tensor: Tensor) -> int | None:
+    """Which storage a strided tensor lies in, or this rank's part of a DTensor; `None` of other wrappers around tensors.
 
-    torch 2.11 to 2.15: `is_functorch_wrapped_tensor`.
+    Addresses do not tell where tensors have no memory. torch 2.11 to 2.15: `is_functorch_wrapped_tensor`, `_cdata`.
     """
     inner = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     wraps = hasattr(type(inner), "__tensor_flatten__") or torch._C._functorch.is_functorch_wrapped_tensor(inner)
-    return None if wraps else inner.untyped_storage().data_ptr()
+    return None if wraps else inner.untyped_storage()._cdata
 
 
 def as_kind(kind: type[TensorT], tensor: Tensor) -> TensorT:

@@ -128,8 +128,8 @@ def _configuration(path: Path) -> Any:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise FileNotFoundError(
-            f"{file} does not exist. Nothing is downloaded: give the path of a model's config.json or of its folder; of a gated model, "
-            "once you have accepted its license and downloaded that file"
+            f"{file} does not exist. Give a LightningModule as package.module:ClassName, or the path of a model's config.json or of its "
+            "folder. Nothing is downloaded: of a gated model, once you have accepted its license and downloaded that file"
         )
     try:
         content = json.loads(file.read_text())
@@ -178,17 +178,25 @@ def lightning_subject(
     kind = _class_of(target)
 
     def build() -> nn.Module:
-        module = _instance(kind, arguments)
+        try:
+            module = _instance(kind, arguments)
+            module.configure_model()
+        except (RuntimeError, NotImplementedError) as error:
+            raise ValueError(
+                f"{target} cannot be built: it failed in {_place_of(error, kind)}. An estimate builds models on the meta device, where "
+                "tensors have no values, and without a Trainer. Use __init__ and configure_model that neither load nor save weights"
+            ) from error
         if not module.automatic_optimization:
             raise ValueError(
                 f"{target}: its training_step calls the optimizers itself (automatic_optimization=False), and only automatic optimization "
                 "can be estimated; "
                 "use a step without optimizers"
             )
-        module.configure_model()
         return module
 
-    if batch is None and (example := build().example_input_array) is None:
+    with torch.device("meta"):
+        example = None if batch is not None else build().example_input_array
+    if batch is None and example is None:
         raise ValueError(
             f'{target}: its batch is not known; use --batch, such as --batch "int64[4,129]", or set example_input_array in the class'
         )
@@ -206,12 +214,9 @@ def lightning_subject(
                     f"{target}.training_step needs values of tensors ({operator}), and an estimate of memory has shapes alone; "
                     "use a step that computes all of a batch"
                 ) from error
-            lines = traceback.extract_tb(error.__traceback__)
-            own = [line for line in lines if line.filename == inspect.getfile(kind)] or lines
             raise ValueError(
-                f"{target}.training_step failed in line {own[-1].lineno} of {own[-1].filename} ({type(error).__name__}: {error}). An "
-                "estimate has no Trainer, calls no hooks, and has the batch of --batch. Use a step that needs no more; a tuple of one "
-                'is written as "(int64[4,129])"'
+                f"{target}.training_step failed in {_place_of(error, kind)}. An estimate has no Trainer, calls no hooks, and has the batch "
+                'of --batch. Use a step that needs no more; a tuple of one is written as "(int64[4,129])"'
             ) from error
         result = output["loss"] if isinstance(output, Mapping) else output
         if not isinstance(result, Tensor):
@@ -229,6 +234,13 @@ def lightning_subject(
             ) from error
 
     return Subject(build=build, batch=new_batch, loss=loss, optimizers=optimizers)
+
+
+def _place_of(error: Exception, kind: type) -> str:
+    """The last line of a class's file that an error came through, and the error."""
+    lines = traceback.extract_tb(error.__traceback__)
+    own = [line for line in lines if line.filename == inspect.getfile(kind)] or lines
+    return f"line {own[-1].lineno} of {own[-1].filename} ({type(error).__name__}: {error})"
 
 
 def _class_of(target: str) -> type[LightningModule]:

@@ -41,18 +41,21 @@ def test_code_that_takes_part_in_loading_is_found():
     assert compat.load_code(nn.Linear(2, 2)) == ([], [])
 
 
-def where_storages_begin(rank: int, world: int) -> bool:
+def which_storages_tensors_lie_in(rank: int, world: int) -> bool:
     mesh = init_device_mesh("cpu", (world,))
     plain = torch.ones(4)
     parts = DTensor.from_local(plain, mesh, [Shard(0)])
     pending = funcol.all_reduce(torch.ones(2), "sum", mesh)
-    assert compat.address_of(plain[1:]) == compat.address_of(parts) == plain.untyped_storage().data_ptr()
-    assert compat.address_of(pending) is None
+    assert compat.memory_of(plain[1:]) == compat.memory_of(parts) != compat.memory_of(torch.ones(4))
+    assert compat.memory_of(pending) is None
+    with compat.tensors_without_memory():
+        one, other = torch.ones(4), torch.ones(4)
+    assert compat.memory_of(one[1:]) == compat.memory_of(one) != compat.memory_of(other)
     return torch.equal(pending, torch.full((2,), float(world)))
 
 
-def test_the_address_of_a_wrapper_is_that_of_its_part_or_none() -> None:
-    assert run_distributed(where_storages_begin, 1) == [True]
+def test_the_memory_of_a_wrapper_is_that_of_its_part_or_none() -> None:
+    assert run_distributed(which_storages_tensors_lie_in, 1) == [True]
 
 
 def test_data_is_read_and_set_as_on_a_plain_parameter():
@@ -752,7 +755,7 @@ def test_work_of_the_engine_is_plain_inside_a_transform():
 
     def inside(x):
         compat.outside_transforms(lambda y: seen.append(torch.zeros(2).data_ptr() + len(y)), "y")
-        seen.append(compat.address_of(x))
+        seen.append(compat.memory_of(x))
         return x.sum()
 
     torch.func.grad(inside)(torch.ones(2))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -60,6 +61,38 @@ class ReadsValues(Causal):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         tokens = batch["input_ids"]
         return self.model(input_ids=tokens[tokens != 0].unsqueeze(0)).logits.mean()
+
+
+class OnlyItsHead(Causal):
+    """Trains its last layer, so that the results of all units before have no gradient."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.model.requires_grad_(False)
+        self.model.lm_head.requires_grad_(True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.model.lm_head.parameters(), foreach=True)
+
+
+class Adapted(Causal):
+    """LoRA, as a program has it that loads its base model."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):
+            super().configure_model()
+            self.model = get_peft_model(self.model, LoraConfig(r=4, target_modules="all-linear"))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], foreach=True)
+
+
+class SavesItself(Causal):
+    """Reads its weights when it is built."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.model.lm_head.weight.cpu()
 
 
 class AsksItsTrainer(Causal):

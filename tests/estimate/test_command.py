@@ -42,6 +42,13 @@ def test_a_model_that_fits_is_a_table_by_kind(run: Any, tmp_path: Path) -> None:
     assert printed.count(" fits") == 2
 
 
+def test_it_says_at_once_what_it_rehearses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["memory", str(write_config(tmp_path)), "--gpus", "2", *map(str, SHORT), "--quick"]) == 0
+    begun, ended = capsys.readouterr().err.splitlines()
+    assert begun == "as asked: two steps of 313,280 parameters"
+    assert ended.startswith("as asked: 3.")
+
+
 def test_what_does_not_fit_is_said_with_the_options_that_make_it_fit(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -124,9 +131,24 @@ def test_gradients_that_wait_for_the_last_microbatch_are_counted(run: Any, tmp_p
 
 
 @pytest.mark.parametrize(
+    ("model", "trained"),
+    [("OnlyItsHead", 1003 * 64), ("Adapted", 4 * 4 * (4 * 128 - 2 * 32 + 3 * (64 + 176)))],
+)
+def test_what_is_frozen_has_no_state_and_no_gradients(run: Any, model: str, trained: int) -> None:
+    code, printed = run(
+        f"tests.estimate.models:{model}", "--batch", BATCH, "--gpus", 2, "--json", "--quick", "--accumulate", 2
+    )
+    assert code == 0, printed
+    most = json.loads(printed)["most"]
+    assert most["optimizer state"] == pytest.approx(8 * trained / 2, rel=0.05)  # and padding, and steps
+    if model == "Adapted":  # gradients of a head alone lie with the logits
+        assert most["reduction buckets"] == pytest.approx(4 * trained, rel=0.05)
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("{folder}/nowhere", "--gpus", 2), "does not exist. Nothing is downloaded"),
+        (("{folder}/nowhere", "--gpus", 2), "does not exist. Give a LightningModule as package.module:ClassName"),
         (("meta-llama/Meta-Llama-3-8B", "--gpus", 2), "of a gated model, once you have accepted its license"),
         (
             ("{broken}", "--gpus", 2),
@@ -153,6 +175,14 @@ def test_gradients_that_wait_for_the_last_microbatch_are_counted(run: Any, tmp_p
         (("tests.estimate.models:Other", "--gpus", 2), "there is no such class"),
         (("tests.estimate.models:Same", "--gpus", 2), "expected a LightningModule"),
         (
+            ("mymodel", "--gpus", 2),
+            "Give a LightningModule as package.module:ClassName, or the path of a model's config",
+        ),
+        (
+            ("tests.estimate.models:SavesItself", "--gpus", 2, "--batch", BATCH),
+            "tests.estimate.models:SavesItself cannot be built: it failed in line ",
+        ),
+        (
             ("tests.estimate.models:AsksItsTrainer", "--gpus", 2, "--batch", BATCH),
             "tests.estimate.models:AsksItsTrainer.training_step failed in line ",
         ),
@@ -174,8 +204,9 @@ def test_what_cannot_be_estimated_is_one_line(run: Any, tmp_path: Path, argument
     code, printed = run(*(str(argument).format(**places) for argument in arguments))
     assert code == 2
     assert message in printed
-    assert printed.startswith("error: ")
-    assert printed.count("\n") == 1
+    *begun, said = printed.splitlines()
+    assert said.startswith("error: ")
+    assert len(begun) <= 1, "at most that the steps of a model begin"
     assert not dist.is_initialized()
 
 

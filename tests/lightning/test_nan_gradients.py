@@ -185,7 +185,9 @@ def test_raise_names_the_parameter_and_the_rank_where_it_arose_on_all_ranks(two_
             "on rank 1",
             "  every loss was finite before its backward",
             "  blocks.1.linear.weight (unit blocks.1): NaN on rank 1",
-            "Look first at the data and the forward of the unit, rank and microbatch above, then at the loss and the learning rate",
+            "Look first at what the backward of the first unit above computes, since the forward gave a finite loss: roots, norms and "
+            "logarithms near zero, your own autograd functions, and numbers too large for the dtype; then at the data of that rank and "
+            "microbatch",
         ]
 
 
@@ -196,6 +198,7 @@ def test_a_loss_that_was_nan_already_is_said_first(two_ranks: Any, scenario: str
     lines = two_ranks[0][scenario]["text"].splitlines()
     assert f", microbatch {microbatch}: " in lines[0]
     assert lines[1] == f"  the loss was NaN before its backward, on rank 1 in microbatch {microbatch}"
+    assert any(line.startswith("Look first at the data and the forward of the unit") for line in lines)
 
 
 def test_raise_stops_before_the_step_is_taken(two_ranks: Any) -> None:

@@ -188,8 +188,8 @@ class _Options:
         if adapted:
             raise ValueError(
                 f"{doing}: {adapted[0]} belongs to a model that peft has wrapped, whose names from_pretrained of the base model does not "
-                "know. Save the adapters with save_pretrained(folder, state_dict=full_state_dict(model)), or call unshard_model and "
-                "merge_and_unload, and save the merged model"
+                "know. Save the adapters: state = full_state_dict(model) on all ranks, then on rank 0 alone "
+                "model.save_pretrained(folder, state_dict=state). Or call unshard_model and merge_and_unload, and export the merged model"
             )
         foreign = [name for name in described if not plain_name(name).startswith(self.prefix)]
         if foreign:
@@ -225,7 +225,7 @@ class _Options:
         if bytes_alone:
             raise ValueError(
                 f"{doing}: {bytes_alone[0]} (of {len(bytes_alone)}) is the bytes of a quantized weight, which from_pretrained cannot read. "
-                "Call unshard_model on the model and save it as its library does, or save adapters alone with save_pretrained"
+                "Call unshard_model on the model and save it as its library does, or save adapters alone with save_pretrained on rank 0"
             )
         scaled = [name for name in described if ".quant_state.bitsandbytes__" in name]
         if scaled and self.dtype is not None:

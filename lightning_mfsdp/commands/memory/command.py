@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
+from torch import nn
 
 from lightning_mfsdp.base.tables import table_lines
 from lightning_mfsdp.engine import MixedPrecisionPolicy
@@ -120,9 +121,16 @@ class _Case:
         number = self.arguments.accumulate or trainer.get("accumulate_grad_batches") or 1
         return number != 1 or self.run.options.global_batch_size is not None
 
-    def estimate(self) -> MemoryEstimate:
+    def estimate(self, what: str) -> MemoryEstimate:
         """What two microbatches hold if there are more: the second and those behind it add to what the first has left."""
-        return rehearse(self.subject(), replace(self.run, microbatches=2 if self.accumulates else 1))
+        subject = self.subject()
+
+        def build() -> nn.Module:
+            module = subject.build()
+            sys.stderr.write(f"{what}: two steps of {sum(p.numel() for p in module.parameters()):,} parameters\n")
+            return module
+
+        return rehearse(replace(subject, build=build), replace(self.run, microbatches=2 if self.accumulates else 1))
 
     def reserve_bytes(self, estimate: MemoryEstimate) -> int:
         given: float | None = self.arguments.reserve
@@ -279,9 +287,9 @@ def _other_recompute(case: _Case) -> _Case:
 
 
 def _measured(case: _Case, what: str) -> MemoryEstimate:
-    """The estimate of a case; says on stderr what it came to, since that of a large model takes a minute, and others follow."""
+    """The estimate of a case; says on stderr that it begins and what it came to: one takes minutes for a large model, and others follow."""
     began = time.monotonic()
-    estimate = case.estimate()
+    estimate = case.estimate(what)
     sys.stderr.write(f"{what}: {case.total_gib(estimate):.1f} GiB, computed in {time.monotonic() - began:.0f} s\n")
     return estimate
 

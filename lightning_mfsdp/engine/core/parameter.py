@@ -86,8 +86,9 @@ class UnshardedParameter(nn.Parameter):
             return
         raise EngineStateError(
             f"the gradient of parameter {entry.sharded.described} is read or written through an object that no module shows now, such as "
-            "the one from before it was sharded, so an optimizer would train nothing. Make the optimizer after fully_shard, pass it to "
-            "fully_shard_optimizer, or return it from configure_optimizers; elsewhere take parameters from module.parameters() again"
+            "the one from before it was sharded, so an optimizer would train nothing. Under Lightning return the optimizer from "
+            "configure_optimizers and step what self.optimizers() returns; in your own loop make it after fully_shard, or pass it to "
+            "fully_shard_optimizer. Elsewhere take parameters from module.parameters() again"
         )
 
 

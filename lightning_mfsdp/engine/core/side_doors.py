@@ -233,10 +233,10 @@ def follow(unit: Unit) -> saved_tensors_hooks | None:
 def _as_weight(unit: Unit, tensor: Tensor) -> _SavedWeight | None:
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return None  # a wrapper, around tensors that lie there perhaps
-    address = compat.address_of(tensor)
+    memory = compat.memory_of(tensor)
     for weights in unit.weights:
         place = weights.versions.place
-        if place is not None and weights.is_sharded and weights.memory.data_ptr() == address:
+        if place is not None and weights.is_sharded and compat.memory_of(weights.memory) == memory:
             return _SavedWeight(weights, place, tensor)
     return None
 

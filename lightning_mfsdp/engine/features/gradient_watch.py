@@ -35,6 +35,10 @@ __all__ = ["GradientWatch", "NonFiniteGradients", "NonFiniteLoss", "NonFinitePar
 
 _MAX_LINES = 40
 _ADVICE = "Look first at the data and the forward of the unit, rank and microbatch above, then at the loss and the learning rate"
+_BACKWARD_ADVICE = (
+    "Look first at what the backward of the first unit above computes, since the forward gave a finite loss: roots, norms and logarithms "
+    "near zero, your own autograd functions, and numbers too large for the dtype; then at the data of that rank and microbatch"
+)
 _NOT_SHARDED = "(ignored_parameters)"
 # A finding is encoded as one number, so that the largest over all ranks is the earliest: microbatch, then rank, then whether it is NaN.
 _LAST_MICROBATCH = (1 << 31) - 1
@@ -139,7 +143,7 @@ class NonFiniteGradients:
             "something else wrote into the gradient"
             for unit in self.reduced_only
         ]
-        return "\n".join([*lines, _ADVICE])
+        return "\n".join([*lines, _BACKWARD_ADVICE if self.has_losses and self.loss is None else _ADVICE])
 
     def _loss_in_words(self) -> list[str]:
         if self.loss is not None:
