@@ -330,7 +330,8 @@ class Peers:
                     )
                 return
         _log.warning(
-            f"rank {self.rank} is ended, which would have waited forever: {_peer_error(self._failures)}. Look at that error first"
+            f"{_peer_error(self._failures)}. Rank {self.rank} waits for it in vain and is ended, without its `finally` blocks. Look at "
+            "that error first"
         )
         try:
             if self._error is not None:
