@@ -135,18 +135,24 @@ def _modules_of_own(module: nn.Module) -> list[nn.Module]:
     return found
 
 
-def _has_graph(value: Any, levels: int = 8) -> bool:
+def _has_graph(value: Any, levels: int = 5) -> bool:
     """Whether a tensor with a graph is in what an attribute holds. Libraries keep settings in tables, which are looked at in every forward.
 
-    So it costs half a microsecond for each item: dataclasses, and mappings that are no dicts, are looked into where they are the value of
-    the attribute itself, and containers so many levels deep, since one may hold itself.
+    So it costs half a microsecond for each item, and containers are looked into so many levels deep, since one may hold itself.
     """
     if isinstance(value, Tensor):
         return value.grad_fn is not None
-    if not isinstance(value, (dict, list, tuple)):
-        return any(tensor.grad_fn is not None for tensor in tensors_in(value))
-    for item in value.values() if isinstance(value, dict) else value:
-        if isinstance(item, (Tensor, dict, list, tuple)) and levels and _has_graph(item, levels - 1):
+    items: Any = value
+    if isinstance(value, dict):
+        items = value.values()
+    elif not isinstance(value, (list, tuple)):
+        fields = getattr(value, "__dict__", None)
+        if fields is None:  # a dataclass with slots
+            return any(tensor.grad_fn is not None for tensor in tensors_in(value))
+        items = fields.values()
+    for item in items:
+        is_container = isinstance(item, (Tensor, dict, list, tuple)) or hasattr(item.__class__, "__dataclass_fields__")
+        if is_container and levels and _has_graph(item, levels - 1):
             return True
     return False
 

@@ -392,8 +392,8 @@ class Weights:
         parameters = [entry.full for entry in self._entries]
         # `data` of views: a version counter of its own, so that a gather does not disturb tensors saved for backward.
         raw = [] if self._spec.codec is None else [view.data for form in buffers for view in form.views]
-        for buffer in buffers:
-            buffer.part(self._main.extent)  # made once, and counted among those that refer to the memory
+        for buffer in buffers:  # made once, and counted among those that refer to the memory
+            _ = buffer.part(self._main.extent), buffer.views
         return Place(buffers, parameters, raw)
 
     def _bind(self, place: Place) -> None:
