@@ -227,7 +227,7 @@ def an_optimizer_from_before_sharding_is_refused_at_its_first_use(rank: int, wor
             fully_shard(model, sharding=strategy)
             optimizer.zero_grad()  # there is none
             loss_of(model, inputs(0)).backward()
-            with pytest.raises(EngineStateError, match=r"layers\.0\.weight .*Make the optimizer after fully_shard"):
+            with pytest.raises(EngineStateError, match=r"layers\.0\.weight .*make it after fully_shard"):
                 getattr(optimizer, use)()
     model = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 6, bias=False))
     model[1].weight = model[0].weight

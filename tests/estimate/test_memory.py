@@ -145,9 +145,10 @@ def test_the_estimate_is_what_two_ranks_hold_to_the_byte(tmp_path: Path, case: s
             most["optimizer state"], host = 0, host + state
         assert {kind: size for kind, size in estimate.most.items() if kind not in ACTIVATIONS} == most
         assert estimate.host == host
-        if not run.options.free_gradients:  # else what the profiler sees allocated has gradients in it
-            wait = estimate.peak["reduction buckets"] if case == "accumulated" else 0  # made after the profiler began
-            assert sum(estimate.peak[kind] for kind in ACTIVATIONS) + wait == pytest.approx(peak, rel=ERROR)
+        if (
+            not run.options.free_gradients and microbatches == 1
+        ):  # else what the profiler sees allocated has gradients in it
+            assert sum(estimate.peak[kind] for kind in ACTIVATIONS) == pytest.approx(peak, rel=ERROR)
 
 
 def test_the_command_prints_what_was_estimated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
