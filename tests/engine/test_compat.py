@@ -48,6 +48,7 @@ def which_storages_tensors_lie_in(rank: int, world: int) -> bool:
     pending = funcol.all_reduce(torch.ones(2), "sum", mesh)
     assert compat.memory_of(plain[1:]) == compat.memory_of(parts) != compat.memory_of(torch.ones(4))
     assert compat.memory_of(pending) is None
+    assert compat.storage_of(plain) == compat.memory_of(plain)
     with compat.tensors_without_memory():
         one, other = torch.ones(4), torch.ones(4)
     assert compat.memory_of(one[1:]) == compat.memory_of(one) != compat.memory_of(other)

@@ -206,7 +206,7 @@ def passes_without_backward_leave_no_record(rank: int, world: int) -> None:
             model(inputs(step, rank))
     assert not pool._conflicts
     train(model, optimizer, range(2), rank)
-    fixed = [slot.address for slot in pool._fixed]
+    fixed = [slot.memory.data_ptr() for slot in pool._fixed]
     for step in range(3):
         with torch.no_grad():
             model(inputs(step, rank))
@@ -214,8 +214,8 @@ def passes_without_backward_leave_no_record(rank: int, world: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
         if step == 0:
-            fixed = [slot.address for slot in pool._fixed]
-    assert [slot.address for slot in pool._fixed] == fixed
+            fixed = [slot.memory.data_ptr() for slot in pool._fixed]
+    assert [slot.memory.data_ptr() for slot in pool._fixed] == fixed
 
 
 def an_optimizer_from_before_sharding_is_refused_at_its_first_use(rank: int, world: int) -> None:

@@ -391,7 +391,7 @@ def a_held_plan_outlasts_a_step_in_another_order(rank, world):
     pool, recorded = context(model).lane.pool, Recorded()
     pool.hold_plan(recorded)
     slots = list(pool._fixed)
-    addresses, sizes = [slot.address for slot in slots], [slot.allocated_bytes for slot in slots]
+    addresses, sizes = [slot.memory.data_ptr() for slot in slots], [slot.allocated_bytes for slot in slots]
     for held in (True, False):
         for one, optimizer in zip((model, other), optimizers, strict=True):
             step_with(one, optimizer, rank, forward=in_order(0, 2, 1, 3))
@@ -400,7 +400,7 @@ def a_held_plan_outlasts_a_step_in_another_order(rank, world):
         assert pool.is_outdated == held
         if held:
             assert pool._fixed == slots
-            assert [slot.address for slot in slots] == addresses
+            assert [slot.memory.data_ptr() for slot in slots] == addresses
             assert [slot.allocated_bytes for slot in slots] == sizes
             del recorded  # whoever goes without a word lets go as well
     assert pool._fixed != slots

@@ -170,7 +170,7 @@ class Machine:
                 assert weights.buffer is self.buffer(index, one.at)
                 assert weights.buffer.holder is weights.client.reference
                 full: Any = shown if one.registered else None
-                assert full is None or full.untyped_storage().data_ptr() == weights.buffer.address
+                assert full is None or full.untyped_storage().data_ptr() == weights.buffer.memory.data_ptr()
         holders = [index for index, one in enumerate(self.expected) if one.at == SHARED]
         assert len(holders) < 2, "one buffer, one holder"
         if not holders:

@@ -555,7 +555,7 @@ def watch_parameters(unit: Unit) -> None:
 
 def refuse_own_weights(unit: Unit, outputs: list[Tensor]) -> None:
     """Refuse a result that lies in gathered memory: it would change or vanish once that memory is reused."""
-    places = {compat.memory_of(weights.memory) for weights in unit.weights if weights.is_sharded and weights.present}
+    places = {compat.storage_of(weights.memory) for weights in unit.weights if weights.is_sharded and weights.present}
     strided = [tensor for tensor in outputs if tensor.layout is torch.strided] if places else []
     if any(compat.memory_of(tensor) in places for tensor in strided):
         raise EngineStateError(

@@ -242,7 +242,7 @@ def _as_weight(unit: Unit, tensor: Tensor) -> _SavedWeight | None:
     memory = compat.memory_of(tensor)
     for weights in unit.weights:
         place = weights.versions.place
-        if place is not None and weights.is_sharded and compat.memory_of(weights.memory) == memory:
+        if place is not None and weights.is_sharded and compat.storage_of(weights.memory) == memory:
             return _SavedWeight(weights, place, tensor)
     return None
 

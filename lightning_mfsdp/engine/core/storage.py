@@ -69,11 +69,6 @@ class Slot:
         return self._memory
 
     @property
-    def address(self) -> int:
-        """Where the memory starts, as returned by `untyped_storage().data_ptr()`."""
-        return self.memory.untyped_storage().data_ptr()
-
-    @property
     def allocated_bytes(self) -> int:
         """What the slot occupies at the moment."""
         return 0 if self._storage is None else self._storage.size()
