@@ -109,12 +109,6 @@ def _asks_for_inputs(case: Description) -> bool:
     return any(micro.kind == "input_grad" for micro in _micros(case))
 
 
-def _shows_tangents_of_sharded_weights(case: Description) -> bool:
-    """Also of weights that are cast for each use."""
-    is_cast = case.configuration.sharding == "optim_grads_params" and case.configuration.precision == "mixed"
-    return (_shards_weights(case) or is_cast) and any(micro.kind == "jvp" for micro in _micros(case))
-
-
 def _asks_some_ranks_alone(case: Description) -> bool:
     """autograd.grad of what some ranks have not run leaves gradients of weights on these, and zero_grad looks at them."""
     asks = any(micro.side not in ("", "beside") and micro.kind == "input_grad" for micro in _micros(case))
@@ -123,7 +117,6 @@ def _asks_some_ranks_alone(case: Description) -> bool:
 
 KNOWN: dict[str, Callable[[Description], bool]] = {
     "unnoticed by rank": _asks_some_ranks_alone,
-    "jvp sharded": _shows_tangents_of_sharded_weights,
 }
 
 
