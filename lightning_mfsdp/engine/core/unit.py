@@ -313,7 +313,7 @@ class Unit:
                     self._let_lie_anywhere(group)
 
     def _let_lie_anywhere(self, group: ParameterGroup) -> None:
-        """Weights need no certain memory once each unit that uses them packs what it saves, and no call waits that did not.
+        """Weights need no certain memory once each unit that uses them packs what it saves, and has no call since a step that did not.
 
         So units that share weights are followed together. Not at the root, where code of a step may save them (`step_buffers`).
         """
@@ -321,7 +321,7 @@ class Unit:
         for user in users:
             user.side_doors.found = True
         if users and all(
-            user._is_followed and not (user.calls.waiting or user is self.context.root()) for user in users
+            user._is_followed and user.calls.latest is None and user is not self.context.root() for user in users
         ):
             self.context.lane.pool.exclude_from_plan(group.weights.client)
 
