@@ -127,14 +127,27 @@ class CheckpointingStrategy(ProcessStrategy):
         """The model is sharded and its optimizers exist: from now on `load_checkpoint` reads."""
         self._can_read = True
 
-    def compare_checkpoint_paths(self) -> None:
-        """All ranks were given the same checkpoint, or none. Collective: where they differ, some would wait for the others forever.
+    def look_for_checkpoint(self) -> None:
+        """Before the model is sharded: all ranks were given the same checkpoint, which rank 0 sees, or none. Collective.
+
+        Where paths differ, some ranks would wait for the others forever; and a large model takes minutes to shard.
 
         Raises:
-            ValueError: They differ.
+            ValueError: They differ, or there is no checkpoint.
         """
         path = self._module.trainer.ckpt_path  # Lightning has set it, also to `None`
-        same_on_all("ckpt_path", None if path is None else os.fspath(path), Ranks())
+        ranks = Ranks()
+        same_on_all("ckpt_path", None if path is None else os.fspath(path), ranks)
+        if path is None:
+            return
+        location = locate(path)
+        location.finish_interrupted_save(ranks)
+
+        def problem() -> str:
+            return "" if location.is_sharded() or location.is_file() else str(location.no_checkpoint_error())
+
+        if found := ranks.first(f"looking for {location}", problem):
+            raise ValueError(found)
 
     def look_for_checkpoint_folders(self) -> None:
         """Before the first step: every rank sees the folders in which it will save its rows. Collective.

@@ -383,7 +383,7 @@ class MFSDPStrategy(CheckpointingStrategy):
         self._known_warnings.begin()
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        self.compare_checkpoint_paths()
+        self.look_for_checkpoint()
         check_callbacks(
             trainer.callbacks,  # type: ignore[attr-defined]
             self.precision_plugin.compute_dtype,

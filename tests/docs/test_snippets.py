@@ -77,6 +77,13 @@ def test_the_first_line_of_a_block_names_the_packages_that_it_imports(block: Blo
     assert imported_packages(block.text) <= sys.stdlib_module_names | PRESENT | block.packages
 
 
+def test_the_page_shows_the_job_script_of_the_examples_without_its_comments() -> None:
+    shown = re.search(r"```bash\n(#!/bin/bash\n.*?)```", (ROOT / "docs/checkpoints.md").read_text(), flags=re.DOTALL)
+    lines = (ROOT / "examples/slurm.sh").read_text().splitlines(keepends=True)
+    assert shown
+    assert shown[1] == "".join(line for line in lines if not line.startswith("# "))
+
+
 def test_the_site_shows_the_whole_width_of_every_program() -> None:
     """Beside the navigation, in a window of 1,280 pixels. `docs/ruff.toml` has the formatter wrap them."""
     pages = [block for block in PROGRAMS if block.page.startswith("docs/")]

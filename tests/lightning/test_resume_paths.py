@@ -55,6 +55,10 @@ def ways_to_read(rank: int, world: int, folder: str) -> dict[str, Any]:
     resumed = make_trainer(folder, world, max_epochs=2)
     resumed.fit(model, data, ckpt_path=given)
     found["epochs"] = resumed.current_epoch
+    waits = seeded(Classifier)
+    nothing = f"{folder}/nothing.ckpt"
+    found["nothing"] = raised(lambda: make_trainer(folder, world, max_epochs=2).fit(waits, data, ckpt_path=nothing))
+    found["nothing, sharded"] = [type(parameter) for parameter in waits.parameters()]
     fabric = L.Fabric(accelerator="cpu", devices=world, strategy=MFSDPFabricStrategy())
     fabric.launch()
     module = fabric.setup_module(torch.nn.Linear(4, 4))
@@ -87,6 +91,13 @@ def test_two_checkpoints_are_an_error_and_equal_ones_of_two_types_are_none(read:
     for found in every:
         assert f"'{folder}/other-0.ckpt' on rank 0 on {HOST}; '{folder}/other-1.ckpt' on rank 1 on" in found["other"]
         assert found["epochs"] == 2
+
+
+def test_a_checkpoint_that_is_not_there_is_an_error_on_all_ranks_before_the_model_is_sharded(read: Any) -> None:
+    folder, every = read
+    for found in every:
+        assert found["nothing"].startswith(f"ValueError: '{folder}/nothing.ckpt': expected a directory with meta.pt")
+        assert set(found["nothing, sharded"]) == {torch.nn.Parameter}
 
 
 def test_fabric_compares_what_it_loads(read: Any) -> None:

@@ -414,7 +414,8 @@ def _advice(case: _Case, estimate: MemoryEstimate, tried: list[_Tried]) -> Itera
 
 
 def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / _GIB:.2f}"
+    gib = size_bytes / _GIB
+    return f"{gib:.4f}" if 0 < gib < 0.1 else f"{gib:.2f}"  # MiB of a small model are seen, too
 
 
 def _facts(case: _Case, estimate: MemoryEstimate, other: MemoryEstimate | None, tried: list[_Tried]) -> dict[str, Any]:
