@@ -48,6 +48,7 @@ __all__ = [
     "PossibleUserWarning",
     "Precision",
     "PrefetchDataFetcher",
+    "PyTorchProfiler",
     "SIGTERMException",
     "SLURMEnvironment",
     "StochasticWeightAveraging",
@@ -131,6 +132,7 @@ if TYPE_CHECKING or NAMESPACE == "lightning.pytorch":
     from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher as PrefetchDataFetcher
     from lightning.pytorch.plugins.io import TorchCheckpointIO
     from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+    from lightning.pytorch.profilers import PyTorchProfiler
     from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
     from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
     from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as Launcher
@@ -193,6 +195,7 @@ else:
     from pytorch_lightning.loops.fetchers import _PrefetchDataFetcher as PrefetchDataFetcher
     from pytorch_lightning.plugins.io import TorchCheckpointIO
     from pytorch_lightning.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+    from pytorch_lightning.profilers import PyTorchProfiler
     from pytorch_lightning.strategies import ParallelStrategy, StrategyRegistry
     from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
     from pytorch_lightning.strategies.launchers import _SubprocessScriptLauncher as Launcher

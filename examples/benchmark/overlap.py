@@ -22,26 +22,9 @@ from examples.benchmark.command import Plan, run
 from examples.benchmark.engines import ENGINES, Options
 from examples.benchmark.peers import PEERS
 from examples.benchmark.train import prepare
+from lightning_mfsdp.profile.intervals import Interval, length, merged
 
 PROFILED_STEPS = 3
-
-Interval = tuple[float, float]
-
-
-def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same moments as disjoint intervals, in order."""
-    result: list[Interval] = []
-    for start, stop in sorted(intervals):
-        if result and start <= result[-1][1]:
-            result[-1] = result[-1][0], max(stop, result[-1][1])
-        else:
-            result.append((start, stop))
-    return result
-
-
-def length(intervals: Iterable[Interval]) -> float:
-    """Time covered, whatever overlaps counted once."""
-    return sum(stop - start for start, stop in merged(intervals))
 
 
 def is_communication(kernel: str) -> bool:
@@ -61,12 +44,12 @@ def overlap(kernels: Iterable[tuple[str, float, float]], steps: int) -> dict[str
     for name, start, stop in kernels:
         (communicating if is_communication(name) else computing).append((start, stop))
     both = [*computing, *communicating]
-    busy = length(both)
+    busy = length(merged(both))
     whole = max((stop for _, stop in both), default=0.0) - min((start for start, _ in both), default=0.0)
     spans = {
-        "compute_ms": length(computing),
-        "communication_ms": length(communicating),
-        "exposed_ms": busy - length(computing),
+        "compute_ms": length(merged(computing)),
+        "communication_ms": length(merged(communicating)),
+        "exposed_ms": busy - length(merged(computing)),
         "idle_ms": whole - busy,
         "step_ms": whole,
     }

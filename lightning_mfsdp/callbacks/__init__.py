@@ -8,6 +8,7 @@ from lightning_mfsdp.callbacks.nan_gradients import NaNGradientReporter, NonFini
 from lightning_mfsdp.callbacks.norm_monitor import NormMonitor
 from lightning_mfsdp.callbacks.paged_stash import PagedStash
 from lightning_mfsdp.callbacks.recompute import ActivationRecompute
+from lightning_mfsdp.callbacks.step_profile import StepProfile
 from lightning_mfsdp.callbacks.throughput import ShardedThroughputMonitor
 
 __all__ = [
@@ -22,4 +23,5 @@ __all__ = [
     "ShardedFinetuning",
     "ShardedModelSummary",
     "ShardedThroughputMonitor",
+    "StepProfile",
 ]

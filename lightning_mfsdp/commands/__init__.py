@@ -10,6 +10,7 @@ from lightning_mfsdp.commands.checkpoint import add_checkpoint_commands
 from lightning_mfsdp.commands.doctor.command import add_doctor_command
 from lightning_mfsdp.commands.environment import add_environment_command
 from lightning_mfsdp.commands.memory.command import add_memory_command
+from lightning_mfsdp.commands.profile import add_profile_command
 
 __all__ = ["build_parser", "main"]
 
@@ -17,13 +18,15 @@ __all__ = ["build_parser", "main"]
 def build_parser() -> ArgumentParser:
     """The parser of all commands; `run` of what it returns is the function to call with it."""
     parser = ArgumentParser(
-        prog="lightning-mfsdp", description="Tools for checkpoints, for hosts, for plans, and for reports of defects."
+        prog="lightning-mfsdp",
+        description="Tools for checkpoints, for hosts, for plans, for traces, and for reports of defects.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_checkpoint_commands(commands)
     add_environment_command(commands)
     add_doctor_command(commands)
     add_memory_command(commands)
+    add_profile_command(commands)
     return parser
 
 

@@ -147,7 +147,9 @@ class CheckpointingStrategy(ProcessStrategy):
             return "" if location.is_sharded() or location.is_file() else str(location.no_checkpoint_error())
 
         if found := ranks.first(f"looking for {location}", problem):
-            raise ValueError(found)
+            raise ValueError(
+                f"ckpt_path: rank 0 sees no checkpoint: {found}. Pass the path of one that all ranks see, or leave ckpt_path out"
+            )
 
     def look_for_checkpoint_folders(self) -> None:
         """Before the first step: every rank sees the folders in which it will save its rows. Collective.

@@ -61,6 +61,7 @@ ALLOWED = {
         "lightning_mfsdp.base",
         "lightning_mfsdp.engine",
     },
+    "profile": {"lightning_mfsdp.base", "lightning_mfsdp.profile"},
     "optim": {"torch", "lightning_mfsdp.optim", "lightning_mfsdp.base", "lightning_mfsdp.engine"},
     "recompute": {
         "torch",

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mfsdp import MFSDPPrecision, MFSDPStrategy, fully_shard_optimizer
-from lightning_mfsdp.callbacks import MemoryReport, NaNGradientReporter, NormMonitor
+from lightning_mfsdp.callbacks import MemoryReport, NaNGradientReporter, NormMonitor, StepProfile
 from lightning_mfsdp.engine import MemorySample, MemoryTimeline
+from lightning_mfsdp.profile import Breakdown
 from tests.engine.internals import context_of
 from tests.helpers.distributed import needs_gpus, run_distributed
 from tests.lightning.models import Classifier, full_state, loader, make_trainer, seeded, strict_warnings, train_plainly
@@ -80,8 +81,32 @@ def assert_near(state: dict[str, Tensor], reference: nn.Module, tolerance: float
         torch.testing.assert_close(state[name].float(), tensor.detach(), rtol=tolerance, atol=tolerance, msg=name)
 
 
+def profile_steps(rank: int, world_size: int) -> Breakdown | None:
+    strict_warnings()
+    monitor = StepProfile(3, steps=2)
+    trainer = cuda_trainer(world_size, callbacks=[monitor], gradient_clip_val=1.0, max_steps=8)
+    trainer.fit(seeded(), loader(8, 8 * 8 * world_size, rank, world_size))
+    return monitor.breakdown
+
+
+def check_breakdown(found: Breakdown | None) -> None:
+    assert found is not None
+    assert found.steps == 2
+    assert found.idle + sum(found.shown.values()) == pytest.approx(found.step)
+    assert found.shown["compute"] > 0
+    assert found.shown["optimizer"] > 0
+    assert found.for_data > 0
+
+
 class TestTwoGpus:
     pytestmark = two_gpus
+
+    def test_what_units_gather_and_reduce_is_part_of_profiled_steps(self) -> None:
+        found, other = run_distributed(profile_steps, 2, backend="nccl")
+        check_breakdown(found)
+        assert found.shown.keys() >= {"all-gathers", "reductions"}
+        assert any(name.startswith("blocks.") for name in found.exposed)
+        assert other is None
 
     # Adam divides by the size of a gradient, so a rounding of a tiny one moves its weight by a good part of lr * steps.
     @pytest.mark.parametrize(
@@ -166,6 +191,11 @@ def watch_memory_without_waiting(rank: int, world_size: int) -> list[MemorySampl
 
 class TestOneGpu:
     pytestmark = one_gpu
+
+    def test_each_moment_of_profiled_steps_is_of_one_kind(self) -> None:
+        (found,) = run_distributed(profile_steps, 1, backend="nccl")
+        check_breakdown(found)
+        assert "all-gathers" not in found.shown
 
     def test_norms_are_logged_without_waiting_for_the_device(self) -> None:
         ((gradient, weight, update),) = run_distributed(log_norms_without_waiting, 1, backend="nccl")

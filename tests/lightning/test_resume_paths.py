@@ -96,7 +96,9 @@ def test_two_checkpoints_are_an_error_and_equal_ones_of_two_types_are_none(read:
 def test_a_checkpoint_that_is_not_there_is_an_error_on_all_ranks_before_the_model_is_sharded(read: Any) -> None:
     folder, every = read
     for found in every:
-        assert found["nothing"].startswith(f"ValueError: '{folder}/nothing.ckpt': expected a directory with meta.pt")
+        assert found["nothing"].startswith(
+            f"ValueError: ckpt_path: rank 0 sees no checkpoint: '{folder}/nothing.ckpt': expected a directory with meta.pt"
+        )
         assert set(found["nothing, sharded"]) == {torch.nn.Parameter}
 
 
