@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_mfsdp.base import compat
 from lightning_mfsdp.engine import around_backward, gather_root, no_sync, sharded_parameters, unshard
 from lightning_mfsdp.engine.comm.collectives import Axis
 from lightning_mfsdp.engine.core.context import Context
@@ -143,6 +144,30 @@ def failed_forward_is_at_rest_at_once(rank, world):
             if world > 1:
                 assert context(model).lane.pool.allocated_bytes == 0, where
             train(model, optimizer, [step], rank)
+
+
+def an_interrupt_in_a_step_is_at_rest_at_once(rank, world):
+    """Of Ctrl-C inside a forward PyTorch tells no hook; the code of a step around it does."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for side_doors in ("find", "follow"):
+        expected, model = (sharded_chain(storage="dynamic", side_doors=side_doors) for _ in range(2))
+        losses = train(expected, adamw(expected), range(4), rank)
+        optimizer, found = adamw(model), []
+        for step in range(4):
+            hook = model.layers[2].register_forward_pre_hook(interrupt)
+            with pytest.raises(KeyboardInterrupt), gather_root(model):
+                loss_of(model, inputs(60, rank))
+            hook.remove()
+            assert_at_rest(model, side_doors)
+            assert compat.saved_tensors_hooks_around() is None
+            if world > 1:
+                assert context(model).lane.pool.allocated_bytes == 0
+            found += train(model, optimizer, [step], rank)
+        assert torch.equal(torch.stack(found), torch.stack(losses)), side_doors
+        assert_same_weights(model, expected, side_doors)
 
 
 def a_gather_that_fails_leaves_no_memory_behind(rank, world):
@@ -482,6 +507,7 @@ CASES = (
     exception_after_a_unit,
     exception_inside_backward,
     failed_forward_is_at_rest_at_once,
+    an_interrupt_in_a_step_is_at_rest_at_once,
     evaluation_right_after_a_failed_backward,
     a_backward_that_raised_can_be_done_again,
     a_backward_whose_beginning_raised_can_be_done_again_while_the_error_is_kept,

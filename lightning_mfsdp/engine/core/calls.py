@@ -114,6 +114,13 @@ class Calls:
         """A call has returned nothing by which its backward could be detected."""
         self.hidden += 1
 
+    def end_forwards(self) -> None:
+        """No forward runs any more, and some have raised."""
+        while self.open:
+            if (call := self.open.pop()) is not None:
+                call.end_following()
+                call.fail()
+
     def begin_backward(self, call: Call) -> bool:
         """A gradient of a result has arrived. Returns whether the backward of the call begins with it."""
         if call in self.running or call.ended_in == compat.backward_task():

@@ -250,6 +250,11 @@ class Context:
         if self._grouped is not None and not self._grouped.busy:
             self._grouped.stop()
 
+    def end_forwards(self) -> None:
+        """Code around all forwards has raised, so none runs any more. Of an interrupt (Ctrl-C) PyTorch tells no hook."""
+        for unit in self.units:
+            unit.calls.end_forwards()
+
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:

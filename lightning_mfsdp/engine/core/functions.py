@@ -144,6 +144,7 @@ def gather_root(module: nn.Module) -> Iterator[None]:
         unit.begin_step()
         yield
     except BaseException as error:  # an interrupt, too, must not leave weights pinned; re-raised
+        context.end_forwards()
         unit.abandon()
         _explain_resharded(error, unit.context.groups)
         raise

@@ -360,7 +360,7 @@ class Unit:
             try:
                 args, kwargs = self.pre_forward(module, args, kwargs)
             except BaseException:  # no hook after the forward knows that it began; re-raised
-                self.calls.open.clear()
+                self.calls.end_forwards()
                 self.abandon()
                 raise
         else:
