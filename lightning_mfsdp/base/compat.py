@@ -84,6 +84,7 @@ __all__ = [
     "is_composite",
     "is_due",
     "is_lost_connection",
+    "is_profiled",
     "is_traced",
     "is_transformed",
     "keeps_graph",
@@ -218,6 +219,11 @@ def _brings(leaf: Node) -> bool:
 def is_due(node: Node) -> bool:
     """Whether the backward now running reaches, or has reached, a node (torch 2.11 to 2.15: `_will_engine_execute_node`)."""
     return bool(torch._C._will_engine_execute_node(node))
+
+
+def is_profiled() -> bool:
+    """Whether a profiler of torch is recording in this thread (torch 2.11 to 2.15: `_profiler_enabled`)."""
+    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
 
 
 def has_accumulation_hooks(leaf: Tensor) -> bool:

@@ -2,6 +2,9 @@
 
 A moment belongs to the first of these that ran then: computation (of the optimizer or of the rest), all-gathers, reductions, other
 communication, copies to and from the host. The rest is idle time. So communication is what no computation hides.
+
+What was launched in the steps counts, whenever it ran. Where it had all run when the last step ended, as StepProfile sees to it, a step is
+as long as on the host; where the device lags behind, as long as on the device.
 """
 
 from __future__ import annotations
@@ -12,34 +15,37 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from lightning_mfsdp.profile.intervals import Interval, clipped, length, merged, without
-from lightning_mfsdp.profile.trace import NEXT_BATCH, OPTIMIZER, STEP, Event, Trace
+from lightning_mfsdp.profile.intervals import Interval, common, contains, length, merged, without
+from lightning_mfsdp.profile.trace import END, NEXT_BATCH, OPTIMIZER, STEP, VALIDATION, Event, Trace
 
-__all__ = ["END", "KINDS", "Breakdown", "break_down", "kind_of"]
+__all__ = ["KINDS", "Breakdown", "break_down", "by_kind"]
 
 # In the order in which a moment is given to them.
 KINDS = ("compute", "optimizer", "all-gathers", "reductions", "other communication", "copies to and from the host")
 _COMPUTATION, _COMMUNICATION = KINDS[:2], KINDS[2:5]
-# The profiler's own wait for the device, at its end.
-END = "mfsdp profile ends"
-_WAITS = re.compile(r"(Stream|Event|Device|Ctx)Synchronize$")
+_WAITS = re.compile(r"((Stream|Event|Device|Ctx)Synchronize(_ptsz)?|^cudaMemcpy|^cudaFree)$")
 _OF_UNIT = re.compile(r"mfsdp (?:gather|reduce) (.+?)(?:\[\d+\])?$")
+# Kernels of NCCL, NVSHMEM, DeepEP, PyTorch's symmetric memory and the like. Inductor's names (triton_) tell what a kernel was fused of.
+_COMMUNICATES = re.compile(
+    r"nccl|nvshmem|deep_ep|multimem|(one|two)_shot_|cross_device_reduce|all_?gather|(all|cross)_?reduce|reduce_?scatter|all_?to_?all"
+)
 
 
 @dataclass
 class Breakdown:
-    """Where the time of some steps went; all times are in microseconds a step.
+    """Where the time of some steps went; all times are in microseconds a step. A validation between steps is no part of them.
 
     Attributes:
         steps: How many were recorded.
-        step: From the beginning of a step to that of the next one.
+        step: How long one took.
         shown: Of the GPU, by kind, each moment once.
         hidden: Of communication and copies: what ran behind something that comes before it in the list of kinds.
         idle: Nothing ran on the GPU.
         idle_for_data: Of this, while the host waited for the next batch.
+        at_work: Of the host: what is none of the following.
         waiting: The host waited for the GPU.
-        waits: How often a step, by the operator in which it did; the call where it was in none.
-        for_data: The host waited for the next batch.
+        for_data: The host waited for the next batch of a DataLoader.
+        waits: How often a step the host waited for the GPU, by the operator in which it did; the call where it was in none.
         exposed: Communication that no computation hides, by unit.
         host: Of ranges that the engine and StepProfile name, on the host.
     """
@@ -50,9 +56,10 @@ class Breakdown:
     hidden: dict[str, float] = field(default_factory=dict)
     idle: float = 0.0
     idle_for_data: float = 0.0
+    at_work: float = 0.0
     waiting: float = 0.0
-    waits: dict[str, float] = field(default_factory=dict)
     for_data: float = 0.0
+    waits: dict[str, float] = field(default_factory=dict)
     exposed: dict[str, float] = field(default_factory=dict)
     host: dict[str, float] = field(default_factory=dict)
 
@@ -62,19 +69,27 @@ class Breakdown:
         return bool(self.shown)
 
 
-def kind_of(event: Event) -> str:
-    """Which of the kinds something on a device is, optimizer apart: that shows by where it was launched."""
+def by_kind(trace: Trace) -> dict[str, list[Event]]:
+    """What ran on the device, for each of the kinds. The optimizer's shows by where it was launched."""
+    optimizer = _intervals(trace.named(OPTIMIZER))
+    found: dict[str, list[Event]] = {kind: [] for kind in KINDS}
+    for event in trace.device:
+        kind = _kind_of(event)
+        found["optimizer" if kind == "compute" and contains(optimizer, event.launched) else kind].append(event)
+    return found
+
+
+def _kind_of(event: Event) -> str:
     name = event.name.lower()
-    plain = name.replace("_", "").replace(" ", "")
-    if "nccl" in name or "allgather" in plain or "reducescatter" in plain:
-        if "allgather" in plain:
-            return "all-gathers"
-        return "reductions" if "reduce" in plain else "other communication"
     if name.startswith(("memcpy ptop", "memcpy p2p")):
         return "all-gathers"  # by copy engines
     if name.startswith(("memcpy htod", "memcpy dtoh")):
         return "copies to and from the host"
-    return "compute"
+    if name.startswith("triton_") or not _COMMUNICATES.search(name):
+        return "compute"
+    if "gather" in name:
+        return "all-gathers"
+    return "reductions" if "reduce" in name else "other communication"
 
 
 def break_down(trace: Trace) -> Breakdown:
@@ -83,96 +98,101 @@ def break_down(trace: Trace) -> Breakdown:
     Raises:
         ValueError: It has neither steps nor anything that ran on a device.
     """
-    steps = [event for event in trace.ranges if event.name.startswith(STEP)]
-    steps = list({event.name: event for event in steps}.values())
-    window = _window(steps, trace.device)
-    result = Breakdown(max(1, len(steps)), (window[1] - window[0]) / max(1, len(steps)))
-    _break_down_host(result, trace, window)
-    if trace.device:
-        _break_down_device(result, trace, window)
-    return result
-
-
-def _window(steps: list[Event], device: list[Event]) -> Interval:
-    moments = [moment for event in steps or device for moment in event[1:3]]
-    if not moments:
+    steps = {event.name: event for event in trace.named(STEP)}
+    on_host = _intervals(steps.values()) or _span(trace.device)
+    if not on_host:
         raise ValueError(
             "the trace has neither steps nor kernels. Record steps with the schedule of torch.profiler and call its step() after each, or "
             "record the activities of CUDA"
         )
-    return min(moments), max(moments)
+    on_host = without(on_host, _intervals(trace.named(VALIDATION)))
+    launched = [event for event in trace.device if contains(on_host, event.launched)]
+    on_device = _span(launched) if launched and max(event.end for event in launched) > on_host[-1][1] else on_host
+    on_device = without(on_device, _intervals(trace.named(VALIDATION)))
+    count = max(1, len(steps))
+    result = Breakdown(count, length(on_device) / count)
+    _break_down_host(result, trace, on_host)
+    if launched:
+        _break_down_device(result, Trace(launched, trace.ranges, trace.calls, trace.operators), on_device)
+    return result
 
 
-def _intervals(events: Iterable[Event], window: Interval) -> list[Interval]:
-    return clipped(merged((event.start, event.end) for event in events), window)
+def _span(events: list[Event]) -> list[Interval]:
+    return [(events[0].start, max(event.end for event in events))] if events else []
 
 
-def _break_down_device(result: Breakdown, trace: Trace, window: Interval) -> None:
-    optimizer = _intervals((event for event in trace.ranges if event.name == OPTIMIZER), window)
-    by_kind: dict[str, list[Event]] = {kind: [] for kind in KINDS}
-    for event in trace.device:
-        kind = kind_of(event)
-        by_kind["optimizer" if kind == "compute" and _is_in(event.launched, optimizer) else kind].append(event)
+def _intervals(events: Iterable[Event]) -> list[Interval]:
+    return merged((event.start, event.end) for event in events)
+
+
+def _break_down_device(result: Breakdown, trace: Trace, window: list[Interval]) -> None:
+    found = by_kind(trace)
     taken: list[Interval] = []
-    for kind, events in by_kind.items():
+    for kind, events in found.items():
         if not events:
             continue
-        every = _intervals(events, window)
+        every = common(_intervals(events), window)
         shown = length(without(every, taken))
         result.shown[kind] = shown / result.steps
         if kind not in _COMPUTATION:
             result.hidden[kind] = (length(every) - shown) / result.steps
         taken = merged([*taken, *every])
-    idle = without([window], taken)
-    data = _intervals((event for event in trace.ranges if event.name == NEXT_BATCH), window)
+    idle = without(window, taken)
     result.idle = length(idle) / result.steps
-    result.idle_for_data = (length(idle) - length(without(idle, data))) / result.steps
-    computing = _intervals((event for kind in _COMPUTATION for event in by_kind[kind]), window)
-    result.exposed = _exposed_by_unit(trace, by_kind, computing, result.steps)
+    result.idle_for_data = length(common(idle, _intervals(trace.named(NEXT_BATCH)))) / result.steps
+    computing = _intervals(event for kind in _COMPUTATION for event in found[kind])
+    exposed = Counter[str]()
+    for kind in _COMMUNICATION:
+        for event, unit in _with_units(found[kind], trace):
+            moments = without(common([(event.start, event.end)], window), computing)
+            exposed[unit] += length(moments) / result.steps  # type: ignore[assignment]
+    result.exposed = dict(exposed.most_common())
 
 
-def _is_in(moment: float, intervals: list[Interval]) -> bool:
-    index = bisect_right(intervals, (moment, float("inf"))) - 1
-    return index >= 0 and moment <= intervals[index][1]
-
-
-def _exposed_by_unit(
-    trace: Trace, by_kind: dict[str, list[Event]], computing: list[Interval], steps: int
-) -> dict[str, float]:
-    """By the range in which a collective was launched. Ranges of a thread do not overlap unless one is inside the other."""
+def _with_units(events: list[Event], trace: Trace) -> Iterable[tuple[Event, str]]:
+    """Those that were launched in a range of a unit. Such ranges of a thread do not overlap."""
     named = [(event, match[1]) for event in trace.ranges if (match := _OF_UNIT.match(event.name))]
     starts = [event.start for event, _ in named]
-    found: Counter[str] = Counter()
-    for kind in _COMMUNICATION:
-        for event in by_kind[kind]:
-            index = bisect_right(starts, event.launched) - 1
-            if index >= 0 and event.launched <= named[index][0].end:
-                found[named[index][1]] += length(without([(event.start, event.end)], computing)) / steps  # type: ignore[assignment]
-    return dict(found.most_common())
+    for event in events:
+        index = bisect_right(starts, event.launched) - 1
+        if index >= 0 and event.launched <= named[index][0].end:
+            yield event, named[index][1]
 
 
-def _break_down_host(result: Breakdown, trace: Trace, window: Interval) -> None:
+def _break_down_host(result: Breakdown, trace: Trace, window: list[Interval]) -> None:
     by_name: dict[str, list[Event]] = {}
     for event in trace.ranges:
         name = " ".join(event.name.split()[:2])
         if name in ("mfsdp gather", "mfsdp reduce", OPTIMIZER):
             by_name.setdefault(name, []).append(event)
-    result.host = {name: length(_intervals(events, window)) / result.steps for name, events in by_name.items()}
-    data = _intervals((event for event in trace.ranges if event.name == NEXT_BATCH), window)
-    result.for_data = length(data) / result.steps
-    own = _intervals((event for event in trace.ranges if event.name == END), window)
+    for name, events in by_name.items():
+        result.host[name] = length(common(_intervals(events), window)) / result.steps
+    end, data = _intervals(trace.named(END)), common(_intervals(trace.named(NEXT_BATCH)), window)
     threads = {event.lane for event in (*trace.operators, *trace.ranges)}  # of the program: NCCL has others, which wait
-    calls = [event for event in trace.calls if _WAITS.search(event.name) and event.lane in threads]
-    waits = [event for event in calls if window[0] <= event.start <= window[1] and not _is_in(event.start, own)]
-    result.waiting = length(without(_intervals(waits, window), data)) / result.steps
-    counts = Counter(_operator_around(trace.operators, event) or event.name for event in waits)
+    waits = [
+        event
+        for event in trace.calls
+        if _WAITS.search(event.name)
+        and event.lane in threads
+        and contains(window, event.start)
+        and not contains(end, event.start)
+    ]
+    waiting = without(common(_intervals(waits), window), data)
+    result.for_data, result.waiting = length(data) / result.steps, length(waiting) / result.steps
+    result.at_work = length(without(window, merged([*data, *waiting, *end]))) / result.steps
+    counts = Counter(_operators_around(trace.operators, waits))
     result.waits = {name: count / result.steps for name, count in counts.most_common()}
 
 
-def _operator_around(operators: list[Event], call: Event) -> str:
-    """The innermost operator that a call was made in; empty if in none."""
-    index = bisect_right(operators, call.start, key=lambda event: event.start) - 1
-    for operator in reversed(operators[max(0, index - 50) : index + 1]):  # one that is around has begun not long before
-        if operator.lane == call.lane and operator.end >= call.end:
-            return operator.name
-    return ""
+def _operators_around(operators: list[Event], calls: list[Event]) -> Iterable[str]:
+    """For each call the innermost operator that it was made in, or itself if in none."""
+    open_in: dict[int, list[Event]] = {}
+    asked = set(calls)
+    for event in sorted([*operators, *calls], key=lambda event: (event.start, -event.end)):
+        around = open_in.setdefault(event.lane, [])
+        while around and around[-1].end < event.end:
+            around.pop()
+        if event in asked:
+            yield around[-1].name if around else event.name
+        else:
+            around.append(event)

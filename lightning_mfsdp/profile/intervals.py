@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
 
-__all__ = ["Interval", "clipped", "length", "merged", "without"]
+__all__ = ["Interval", "common", "contains", "length", "merged", "without"]
 
 Interval = tuple[float, float]
 
@@ -25,24 +26,42 @@ def length(intervals: Iterable[Interval]) -> float:
     return sum(end - start for start, end in intervals)
 
 
+def contains(intervals: list[Interval], moment: float) -> bool:
+    """Whether a moment lies in one, ends included."""
+    index = _last_begun(intervals, moment)
+    return index >= 0 and moment <= intervals[index][1]
+
+
 def without(intervals: list[Interval], others: list[Interval]) -> list[Interval]:
     """The moments of the first that are not among the second; both disjoint and in order, as the result."""
-    result, index = [], 0
+    result: list[Interval] = []
     for start, end in intervals:
-        while index < len(others) and others[index][1] <= start:
-            index += 1
-        at = index
-        while at < len(others) and others[at][0] < end:
-            if others[at][0] > start:
-                result.append((start, others[at][0]))
-            start = max(start, others[at][1])
-            at += 1
+        for other_start, other_end in _meeting(others, start, end):
+            if other_start > start:
+                result.append((start, other_start))
+            start = max(start, other_end)
         if start < end:
             result.append((start, end))
     return result
 
 
-def clipped(intervals: list[Interval], window: Interval) -> list[Interval]:
-    """What lies in a window."""
-    first, last = window
-    return [(max(start, first), min(end, last)) for start, end in intervals if end > first and start < last]
+def common(intervals: list[Interval], others: list[Interval]) -> list[Interval]:
+    """The moments of both; both disjoint and in order, as the result."""
+    return [
+        (max(start, other_start), min(end, other_end))
+        for start, end in intervals
+        for other_start, other_end in _meeting(others, start, end)
+    ]
+
+
+def _last_begun(intervals: list[Interval], moment: float) -> int:
+    return bisect_right(intervals, (moment, float("inf"))) - 1
+
+
+def _meeting(intervals: list[Interval], start: float, end: float) -> Iterable[Interval]:
+    """Those that have moments of one interval; a short one among many is found at once."""
+    index = max(0, _last_begun(intervals, start))
+    while index < len(intervals) and intervals[index][0] < end:
+        if intervals[index][1] > start:
+            yield intervals[index]
+        index += 1

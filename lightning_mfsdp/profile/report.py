@@ -22,12 +22,11 @@ def report(found: Breakdown, head: str) -> str:
         found: The breakdown.
         head: What it is of.
     """
-    lines = [f"{head}: {found.steps} steps of {_ms(found.step)} ms"]
+    lines = [f"{head}: {found.steps} step{'s' if found.steps > 1 else ''} of {_ms(found.step)} ms"]
     if found.has_device:
         lines += table_lines(list(_rows_of_device(found)), right=(1, 2, 3))
-        busy = found.step - found.waiting - found.for_data
         lines.append(
-            f"the host: {_ms(busy)} ms at work, {_ms(found.waiting)} waiting for the GPU, {_ms(found.for_data)} for the next batch"
+            f"the host: {_ms(found.at_work)} ms at work, {_ms(found.waiting)} waiting for the GPU, {_ms(found.for_data)} for the next batch"
         )
         if found.exposed:
             units = [f"{name} {_ms(time)}" for name, time in list(found.exposed.items())[:_UNITS_SHOWN]]
@@ -78,10 +77,10 @@ def _advice_for_idle(found: Breakdown) -> str:
     waits = [f"{name} ({count:.3g} a step)" for name, count in list(found.waits.items())[:_WAITS_SHOWN]]
     if waits and found.waiting > _SHARE * found.step:
         return (
-            f"no waits for the GPU inside a step, after which it has nothing to do: {', '.join(waits)}. Log tensors with self.log, not "
-            "with .item()"
+            f"remove what the host waits for, after which the GPU has nothing to do: {', '.join(waits)}. Log tensors with self.log, not "
+            "with .item(), and print nothing of them"
         )
-    return "the GPU waits for the host: compile=True, cuda_graph=True, blocks_per_unit=2, or a larger batch"
+    return "compile=True, cuda_graph=True, blocks_per_unit=2, or a larger batch: the GPU waits for the host"
 
 
 def _ms(time_us: float) -> str:

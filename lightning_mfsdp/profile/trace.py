@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["NEXT_BATCH", "OPTIMIZER", "STEP", "Event", "Trace", "read_trace"]
+__all__ = ["END", "NEXT_BATCH", "OPTIMIZER", "STEP", "VALIDATION", "Event", "Trace", "read_trace"]
 
-# Names of ranges. The profiler writes the first for each step of its schedule, StepProfile the others, and the engine `mfsdp gather ...`.
+# Names of ranges, or how they begin: those of the profiler's schedule, of PyTorch's DataLoader, and of StepProfile. The engine's are
+# `mfsdp gather ...` and the like.
 STEP = "ProfilerStep#"
+NEXT_BATCH = "enumerate(DataLoader)#"
 OPTIMIZER = "mfsdp optimizer"
-NEXT_BATCH = "mfsdp next batch"
+VALIDATION = "mfsdp validation"
+END = "mfsdp profile ends"  # it waits for the device
 
 _ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _LAUNCHES = frozenset({"cuda_runtime", "cuda_driver"})
@@ -54,51 +57,66 @@ class Trace:
     calls: list[Event]
     operators: list[Event]
 
+    def named(self, name: str) -> list[Event]:
+        """The ranges whose names begin so."""
+        return [event for event in self.ranges if event.name.startswith(name)]
+
 
 def read_trace(path: str | Path) -> Trace:
     """Read a trace, which may be compressed by gzip.
 
     Raises:
         FileNotFoundError: There is none.
-        ValueError: The file is something else.
+        ValueError: The file is something else, or has several GPUs.
     """
     content = Path(path).read_bytes()
     try:
         entries = json.loads(gzip.decompress(content) if content.startswith(_GZIP) else content)["traceEvents"]
-        return _sorted_out([entry for entry in entries if entry.get("ph") == "X"])
+        entries = [entry for entry in entries if entry.get("ph") == "X"]
+        entries.sort(key=lambda entry: float(entry["ts"]))
+        devices = {_arguments(entry).get("device") for entry in entries if entry.get("cat") in _ON_DEVICE}
+        trace = _sorted_out(entries)
     except (ValueError, TypeError, KeyError, AttributeError, OSError, EOFError) as error:
         raise ValueError(
             f"{path} is no trace of torch.profiler ({type(error).__name__}: {str(error)[:80]}). Pass a file that export_chrome_trace, "
             "tensorboard_trace_handler or StepProfile(trace=...) has written"
         ) from error
-
-
-def _sorted_out(entries: list[dict[str, Any]]) -> Trace:
-    entries.sort(key=lambda entry: float(entry["ts"]))
-    launched: dict[int, float] = {}
-    for entry in entries:
-        if entry.get("cat") in _LAUNCHES and "correlation" in entry.get("args", {}):
-            launched[entry["args"]["correlation"]] = float(entry["ts"])
-    trace = Trace([], [], [], [])
-    for entry in entries:
-        kind, start = entry.get("cat"), float(entry["ts"])
-        if kind in _ON_DEVICE:
-            arguments = entry.get("args", {})
-            at = launched.get(arguments.get("correlation", -1), start)
-            trace.device.append(_event(entry, lane=arguments.get("stream", entry.get("tid")), launched=at))
-        elif kind == "user_annotation":
-            trace.ranges.append(_event(entry))
-        elif kind in _LAUNCHES:
-            trace.calls.append(_event(entry))
-        elif kind == "cpu_op":
-            trace.operators.append(_event(entry))
+    if len(devices) > 1:
+        raise ValueError(
+            f"{path} has kernels of {len(devices)} GPUs, which would hide each other's communication. Pass the trace of a process that "
+            "uses one, before it was joined with others"
+        )
     return trace
 
 
-def _event(entry: dict[str, Any], lane: Any = None, launched: float | None = None) -> Event:
+def _arguments(entry: dict[str, Any]) -> dict[str, Any]:
+    return entry.get("args") or {}
+
+
+def _sorted_out(entries: list[dict[str, Any]]) -> Trace:
+    launched = {
+        arguments["correlation"]: float(entry["ts"])
+        for entry in entries
+        if entry.get("cat") in _LAUNCHES and "correlation" in (arguments := _arguments(entry))
+    }
+    trace = Trace([], [], [], [])
+    for entry in entries:
+        kind = entry.get("cat")
+        if kind in _ON_DEVICE:
+            arguments = _arguments(entry)
+            at = launched.get(arguments.get("correlation", -1))
+            trace.device.append(_event(entry, arguments.get("stream", entry.get("tid")), at))
+        elif kind == "user_annotation":
+            trace.ranges.append(_event(entry, entry.get("tid")))
+        elif kind in _LAUNCHES:
+            trace.calls.append(_event(entry, entry.get("tid")))
+        elif kind == "cpu_op":
+            trace.operators.append(_event(entry, entry.get("tid")))
+    return trace
+
+
+def _event(entry: dict[str, Any], lane: Any, launched: float | None = None) -> Event:
     start = float(entry["ts"])
-    thread = entry.get("tid", 0) if lane is None else lane
-    number = thread if isinstance(thread, int) else hash(thread)
-    return Event(
-        str(entry["name"]), start, start + float(entry.get("dur", 0)), number, start if launched is None else launched
-    )
+    number = lane if isinstance(lane, int) else hash(lane)
+    end = start + float(entry.get("dur") or 0)
+    return Event(str(entry["name"]), start, end, number, start if launched is None else launched)

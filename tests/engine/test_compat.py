@@ -779,3 +779,10 @@ def test_a_gradient_has_a_second_name_for_classes_that_override_the_first():
     assert parameter._grad is parameter.grad
     parameter._grad = None
     assert parameter.grad is None
+
+
+def test_a_profiler_that_records_is_found():
+    assert not compat.is_profiled()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert compat.is_profiled()
+    assert not compat.is_profiled()

@@ -95,6 +95,7 @@ def check_breakdown(found: Breakdown | None) -> None:
     assert found.idle + sum(found.shown.values()) == pytest.approx(found.step)
     assert found.shown["compute"] > 0
     assert found.shown["optimizer"] > 0
+    assert 0 < found.at_work < found.step
     assert found.for_data > 0
 
 

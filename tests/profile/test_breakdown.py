@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_mfsdp.commands import main
-from lightning_mfsdp.profile import Breakdown, break_down, read_trace, report
-from lightning_mfsdp.profile.intervals import Interval, clipped, length, merged, without
+from lightning_mfsdp.profile import Breakdown, Event, Trace, break_down, read_trace, report
+from lightning_mfsdp.profile.breakdown import by_kind
+from lightning_mfsdp.profile.intervals import Interval, common, contains, length, merged, without
 from lightning_mfsdp.profile.report import advice
 
 GATHER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
@@ -39,7 +40,7 @@ RANGES = [
     ("mfsdp gather layers.0[0]", 3, 2),
     ("mfsdp reduce layers.1[0]", 5, 2),
     ("mfsdp optimizer", 30, 5),
-    ("mfsdp next batch", 95, 10),
+    ("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 95, 10),
 ]
 
 
@@ -107,18 +108,85 @@ def test_idle_time_while_the_next_batch_is_waited_for_is_told_apart(tmp_path: Pa
 
 
 def test_a_wait_for_the_device_is_named_by_its_operator_and_waits_of_others_do_not_count(tmp_path: Path) -> None:
+    inside = [entry("cpu_op", "aten::empty", 39.5 + number / 1000, 0.0005) for number in range(200)]
     waits = [
         entry("cpu_op", "aten::item", 39, 12),
+        *inside,
         entry("cpu_op", "aten::_local_scalar_dense", 40, 10),
         entry("cuda_runtime", "cudaStreamSynchronize", 42, 6),
-        entry("cuda_runtime", "cudaDeviceSynchronize", 150, 4),
+        entry("cuda_runtime", "cudaMemcpyAsync", 50, 1),  # which does not wait
+        entry("cuda_runtime", "cudaDeviceSynchronize_ptsz", 150, 3),
+        entry("cuda_runtime", "cudaMemcpy", 155, 1),
         entry("cuda_runtime", "cudaStreamSynchronize", 160, 30, thread=7),  # a thread of NCCL
-        entry("user_annotation", "mfsdp profile ends", 192, 8),
+        entry("user_annotation", "mfsdp profile ends", 190, 10),
         entry("cuda_runtime", "cudaDeviceSynchronize", 193, 6),  # the profiler's own
     ]
     found = break_down(read_trace(write(tmp_path, [*trace_of_work(), *waits])))
-    assert found.waits == {"aten::_local_scalar_dense": 0.5, "cudaDeviceSynchronize": 0.5}
+    assert found.waits == {"aten::_local_scalar_dense": 0.5, "cudaDeviceSynchronize_ptsz": 0.5, "cudaMemcpy": 0.5}
     assert found.waiting == 5
+    assert found.at_work == found.step - found.waiting - found.for_data - 5, "the profiler's own wait is no work"
+
+
+def test_a_validation_between_steps_is_no_part_of_them(tmp_path: Path) -> None:
+    plain = break_down(read_trace(write(tmp_path, trace_of_work())))
+    entries = trace_of_work()
+    for one in entries:
+        if one.get("ts", 0) >= 100:
+            one["ts"] += 1000
+        elif one["name"] == "ProfilerStep#7":
+            one["dur"] += 1000
+    ran = [
+        entry("user_annotation", "mfsdp validation", 100, 1000),
+        entry("kernel", PRODUCT, 150, 900, 20, stream=20, correlation=99),
+        entry("cuda_runtime", "cudaLaunchKernel", 140, 1, correlation=99),
+    ]
+    found = break_down(read_trace(write(tmp_path, [*entries, *ran])))
+    assert (found.shown, found.hidden, found.idle) == (plain.shown, plain.hidden, plain.idle)
+    assert found.step == plain.step
+
+
+def test_where_the_device_lags_behind_a_step_is_as_long_as_on_the_device(tmp_path: Path) -> None:
+    entries = [entry("user_annotation", f"ProfilerStep#{number}", 10 * number, 10) for number in range(3)]
+    for number in range(-1, 3):  # the first was launched before the steps
+        entries.append(entry("cuda_runtime", "cudaLaunchKernel", 10 * number + 5, 1, correlation=number))
+        entries.append(entry("kernel", PRODUCT, 100 * number + 108, 90, 7, stream=7, correlation=number))
+    found = break_down(read_trace(write(tmp_path, entries)))
+    assert found.step == pytest.approx(290 / 3)
+    assert found.shown == {"compute": 90}
+    assert found.idle == pytest.approx(20 / 3)
+
+
+def test_what_runs_outside_of_the_steps_is_exposed_nowhere(tmp_path: Path) -> None:
+    late = [
+        entry("user_annotation", "mfsdp gather layers.9[0]", 199.5, 9),
+        entry("cuda_runtime", "cudaLaunchKernel", 201, 1, correlation=77),
+        entry("kernel", GATHER, 202, 5, 20, stream=20, correlation=77),
+    ]
+    found = break_down(read_trace(write(tmp_path, [*trace_of_work(), *late])))
+    assert found.exposed == {"layers.0": 5, "layers.1": 5}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "reductions"),
+        ("ncclSymkDevKernel_AllGather_LL", "all-gathers"),
+        ("void multimem_all_gather_kernel<16>", "all-gathers"),
+        ("void two_shot_all_reduce_kernel<c10::BFloat16, 16>", "reductions"),
+        ("void deep_ep::intranode::dispatch<8>", "other communication"),
+        ("Memcpy DtoH (Device -> Pinned)", "copies to and from the host"),
+        ("Memcpy DtoD (Device -> Device)", "compute"),
+        ("Memset (Device)", "compute"),
+        ("void at::native::reduce_kernel<512, 1>", "compute"),
+        ("triton_poi_fused_all_gather_into_tensor_relu_0", "compute"),
+        ("triton_red_fused_add_reduce_scatter_tensor_sum_1", "compute"),
+        ("void at::native::vectorized_gather_kernel<16, long>", "compute"),
+        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT", "compute"),
+    ],
+)
+def test_kernels_are_told_apart_by_name(name: str, kind: str) -> None:
+    kernel = Event(name, 1.0, 3.0, 7, 1.0)
+    assert [one for one, events in by_kind(Trace([kernel], [], [], [])).items() if events] == [kind]
 
 
 def test_a_trace_without_steps_is_one_and_one_without_a_device_shows_the_host(tmp_path: Path) -> None:
@@ -147,7 +215,7 @@ def test_tables_of_the_command_have_the_figures(tmp_path: Path, capsys: pytest.C
         "idle                         0.03        27.0%",
         "the host: 0.10 ms at work, 0.00 waiting for the GPU, 0.01 for the next batch",
         "communication that nothing hides, by unit: layers.0 0.01, layers.1 0.01",
-        "try first: the GPU waits for the host: compile=True, cuda_graph=True, blocks_per_unit=2, or a larger batch",
+        "try first: compile=True, cuda_graph=True, blocks_per_unit=2, or a larger batch: the GPU waits for the host",
     ]
     assert main(["profile", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["shown"]["compute"] == 55
@@ -159,8 +227,15 @@ def test_what_is_no_trace_is_refused(content: bytes, tmp_path: Path, capsys: pyt
     path.write_bytes(content)
     assert main(["profile", str(path)]) == 2
     assert f"{path} is no trace of torch.profiler" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="neither steps nor kernels"):
-        break_down(read_trace(write(tmp_path, [])))
+
+
+def test_traces_without_steps_or_of_several_gpus_are_refused(tmp_path: Path) -> None:
+    for empty in ([], [entry("user_annotation", "ProfilerStep#1", 5, 0)]):
+        with pytest.raises(ValueError, match="neither steps nor kernels"):
+            break_down(read_trace(write(tmp_path, empty)))
+    two = [entry("kernel", PRODUCT, 1, 1, device=number, stream=7, correlation=number) for number in range(2)]
+    with pytest.raises(ValueError, match="kernels of 2 GPUs, which would hide each other's communication"):
+        read_trace(write(tmp_path, two))
 
 
 BUSY = Breakdown(3, 100.0, shown={"compute": 98.0}, idle=2.0)
@@ -194,16 +269,16 @@ INTERVALS = st.lists(
 
 
 @settings(max_examples=200, database=None, derandomize=True, deadline=None)
-@given(INTERVALS, INTERVALS, st.tuples(st.integers(0, 20), st.integers(20, 50)))
-def test_sets_of_moments_are_those_of_single_moments(
-    some: list[Interval], others: list[Interval], window: Interval
-) -> None:
+@given(INTERVALS, INTERVALS)
+def test_sets_of_moments_are_those_of_single_moments(some: list[Interval], others: list[Interval]) -> None:
     one, other = merged(some), merged(others)
     for result, expected in [
         (one, moments(some)),
         (without(one, other), moments(some) - moments(others)),
-        (clipped(one, window), {moment for moment in moments(some) if window[0] <= moment < window[1]}),
+        (common(one, other), moments(some) & moments(others)),
     ]:
         assert moments(result) == expected
         assert length(result) == len(expected), "disjoint"
         assert result == sorted(result)
+    for moment in range(60):
+        assert contains(one, moment + 0.5) == (moment in moments(some))

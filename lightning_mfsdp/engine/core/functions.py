@@ -211,12 +211,17 @@ def refresh_weights(module: nn.Module) -> None:
     context.refresh_shown()
 
 
-def record_ranges(module: nn.Module, enabled: bool = True) -> None:
+def record_ranges(module: nn.Module, enabled: bool = True) -> bool:
     """Name what the engine does to the units of `module`'s root in profiles: `mfsdp gather|reduce|forward|backward <unit>`.
 
     Off by default. `torch.profiler` shows the ranges; so does Nsight Systems under `torch.autograd.profiler.emit_nvtx()`.
+
+    Returns:
+        Whether it was on before.
     """
-    context_of(module).lane.ranges.enabled = enabled
+    ranges = context_of(module).lane.ranges
+    before, ranges.enabled = ranges.enabled, enabled
+    return before
 
 
 _MOVED_ON = re.compile(r"\[[^\[\]]*\[([\d, ]*)\]\].* is at version (\d+); expected version (\d+)")
