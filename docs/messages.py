@@ -162,7 +162,7 @@ READ_MORE: Mapping[str, str] = {
     "is handed to another library (DLPack)": "strategies.md#sharded-parameters-in-your-code",
     "came into the model after it was sharded": "strategies.md#sharded-parameters-in-your-code",
     "a gradient came after the gradients of this unit": "strategies.md#sharded-parameters-in-your-code",
-    "or of a gradient taken with create_graph=True": "features.md",
+    "that was taken with create_graph=True": "features.md",
     "register_hook on parameter": "strategies.md#sharded-parameters-in-your-code",
     "buffers shall follow the first rank": "strategies.md#sharded-parameters-in-your-code",
     "it was frozen when fully_shard was called": "strategies.md#sharded-parameters-in-your-code",

@@ -65,6 +65,7 @@ __all__ = [
     "ddp_ignores",
     "default_store",
     "equal_part",
+    "finished_work",
     "foreach_add_",
     "foreach_copy_",
     "foreach_lerp",
@@ -75,6 +76,7 @@ __all__ = [
     "foreach_zero_",
     "free_after_work_so_far",
     "get_data",
+    "group_of",
     "grouped_mm",
     "has_accumulation_hooks",
     "has_global_hooks",
@@ -96,6 +98,7 @@ __all__ = [
     "outside_transforms",
     "overloads_of",
     "premul_sum",
+    "reduce_op_of",
     "reduce_scatter_coalesced",
     "reduce_scatter_flat",
     "saved_tensors_hooks_around",
@@ -219,6 +222,21 @@ def _brings(leaf: Node) -> bool:
 def is_due(node: Node) -> bool:
     """Whether the backward now running reaches, or has reached, a node (torch 2.11 to 2.15: `_will_engine_execute_node`)."""
     return bool(torch._C._will_engine_execute_node(node))
+
+
+def group_of(argument: Any) -> dist.ProcessGroup:
+    """The process group that an operator of torch.distributed was given (torch 2.11 to 2.15: `ProcessGroup.unbox`)."""
+    return dist.ProcessGroup.unbox(argument)
+
+
+def reduce_op_of(argument: Any) -> Any:
+    """The reduction that such an operator was given, to compare with those of `dist.ReduceOp` (torch 2.11 to 2.15)."""
+    return argument.op()
+
+
+def finished_work() -> Any:
+    """What such an operator returns of work that is done (torch 2.11 to 2.15: `FakeWork`, `Work.boxed`)."""
+    return distributed_types.Work.boxed(distributed_types.FakeWork())
 
 
 def is_profiled() -> bool:

@@ -167,6 +167,11 @@ def _select_by_class(root: nn.Module, wanted: Sequence[str | type[nn.Module]]) -
         if not any(matches(module, entry) for module in candidates):
             counts = Counter(type(module).__name__ for module in candidates)
             classes = ", ".join(f"{name} ({count})" for name, count in counts.most_common())
+            if any(matches(module, entry) for module in root.modules() if module is not root):
+                raise ValueError(
+                    f"units={list(wanted)!r}: {entry!r} has no forward, or no parameters, and a unit is gathered when its module is "
+                    f"called; name modules inside it, or give it a forward. The model has: {classes or 'no such module'}"
+                )
             raise ValueError(
                 f"units={list(wanted)!r}: no module with parameters matches {entry!r}. The model has: {classes or 'no such module'}"
             )

@@ -786,3 +786,25 @@ def test_a_profiler_that_records_is_found():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert compat.is_profiled()
     assert not compat.is_profiled()
+
+
+def _what_a_collective_is_given(rank, world):
+    given = []
+
+    class Answers(compat.DispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace != "c10d":
+                return func(*args, **(kwargs or {}))
+            given.append((compat.group_of(args[1]).size(), compat.reduce_op_of(args[2]) == dist.ReduceOp.MAX))
+            return args[0], compat.finished_work()
+
+    tensor = torch.ones(2)
+    with Answers():
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, async_op=True).wait()
+    return given, tensor.tolist()
+
+
+def test_an_operator_of_collectives_says_its_group_and_reduction_and_may_be_answered():
+    for given, values in run_distributed(_what_a_collective_is_given, 2):
+        assert given == [(2, True)]
+        assert values == [1.0, 1.0]

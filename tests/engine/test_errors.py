@@ -215,6 +215,9 @@ def deep_copy(rank: int, world: int) -> None:
 
     with says(EngineStateError, "0.weight", "cannot be deep-copied", "before fully_shard"):
         copy.deepcopy(fully_shard(model()))
+    around = nn.ModuleList([fully_shard(model())])
+    with unshard(around[0]), says(EngineStateError, "cannot be deep-copied", "load full_state_dict"):
+        copy.deepcopy(around)
 
 
 def a_gradient_of_another_shape(rank: int, world: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -51,6 +52,49 @@ def gradients_of_gradients_need_whole_weights(rank: int, world: int) -> None:
     reference, whole = plain_chain(), sharded_chain(sharding="optim_grads")
     expected = torch.autograd.grad(loss_of(reference, x), x, create_graph=True)[0]
     assert torch.equal(torch.autograd.grad(loss_of(whole, x), x, create_graph=True)[0], expected)
+
+
+def two_parameters_over_one_memory_are_refused_by_name(rank: int, world: int) -> None:
+    def tied(change: Callable[[nn.Sequential], object]) -> nn.Sequential:
+        module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        change(module)
+        return module
+
+    def by_data(module: nn.Sequential) -> None:
+        module[1].weight.data = module[0].weight.data
+
+    def overlapping(module: nn.Sequential) -> None:
+        memory = torch.randn(100)
+        module[0].weight.data, module[1].weight.data = memory[:64].view(8, 8), memory[36:].view(8, 8)
+
+    def side_by_side(module: nn.Sequential) -> None:
+        memory = torch.randn(128)
+        module[0].weight.data, module[1].weight.data = memory[:64].view(8, 8), memory[64:].view(8, 8)
+
+    for change in (by_data, overlapping):
+        for shard in (fully_shard, lambda module: fully_shard_units(module, [module[0]])):
+            with pytest.raises(
+                ShardingError,
+                match=r"parameters 0\.weight and 1\.weight of Sequential are two objects over the same memory",
+            ):
+                shard(tied(change))
+    assert fully_shard(tied(side_by_side))
+    one = tied(lambda module: setattr(module[1], "weight", module[0].weight))
+    assert fully_shard(one)[1].weight is one[0].weight
+    with torch.device("meta"):
+        meta = tied(lambda _: None)
+    assert fully_shard(meta)
+
+
+def other_tensors_in_the_memory_of_a_parameter_are_told(rank: int, world: int) -> None:
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    module[1].kept = module[0].weight.detach()[:2]
+    with pytest.warns(
+        UserWarning, match=r"1\.kept of Sequential lies in the memory of parameter 0\.weight, which sharding moves"
+    ):
+        fully_shard(module)
+    normed = nn.utils.spectral_norm(nn.Linear(8, 8))  # it keeps the weight's data until its first forward
+    assert fully_shard(nn.Sequential(normed))
 
 
 def a_unit_may_not_return_its_own_memory(rank: int, world: int) -> None:

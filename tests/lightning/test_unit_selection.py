@@ -154,6 +154,21 @@ def test_a_name_that_matches_nothing_lists_what_there_is() -> None:
         select_units(Classifier(), ["Block", "Layer"])
 
 
+def test_a_class_without_a_forward_says_why_it_is_no_unit() -> None:
+    class Coder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 3)
+
+        def encode(self, x: Any) -> Any:
+            return self.inner(x)
+
+    with pytest.raises(
+        ValueError, match=r"'Coder' has no forward, or no parameters.*name modules inside it.*Linear \(1\)"
+    ):
+        select_units(nn.Sequential(Coder()), ["Coder"])
+
+
 def joined(root: nn.Module, blocks_per_unit: Any = "auto", units: Any = "auto") -> list[Any]:
     """Names of the units; a list for those of several modules."""
     known = {id(module): name for name, module in root.named_modules()}

@@ -24,6 +24,7 @@ from lightning_mfsdp.engine.api.validate import (
     refuse_ignored_parts,
     refuse_other_mesh,
     refuse_parts,
+    refuse_shared_memory,
     refuse_unfit,
 )
 from lightning_mfsdp.engine.comm.communicators import check_symmetric_memory
@@ -138,6 +139,7 @@ def fully_shard(
     if symmetric_memory:
         check_symmetric_memory(device, resolved.shard, storage)
     ignored = {id(parameter) for parameter in ignored_parameters or ()}
+    refuse_shared_memory(whole, ignored)
     codec_for = policy.codec_for
     restore_packed = as_bytes(whole, device, lambda one: id(one) in ignored or codec_for(one) is not None)
     materialize(whole, device, ignored)

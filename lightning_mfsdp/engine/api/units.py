@@ -12,6 +12,7 @@ from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.base.initialize import Replaced, children_first, materialize_module
 from lightning_mfsdp.engine.api.fully_shard import fully_shard, mesh_device
 from lightning_mfsdp.engine.api.strategies import choose_strategies
+from lightning_mfsdp.engine.api.validate import refuse_shared_memory
 from lightning_mfsdp.engine.comm.mesh import are_alike, resolve_mesh
 from lightning_mfsdp.engine.core.conversion import gradient_hooks_by_site, unshard_unit
 from lightning_mfsdp.engine.core.gradient_hooks import take_gradient_hooks
@@ -62,6 +63,7 @@ def fully_shard_units(
         )
     seen, replaced = set[int](), Replaced()
     ignored = {id(parameter) for parameter in options.get("ignored_parameters") or ()}
+    refuse_shared_memory(module, ignored)
     for name, child, model in children_first(module):
         materialize_module(name, child, model, device, replaced, ignored)
         seen.add(id(child))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.base.part import part_of
 from lightning_mfsdp.engine.comm.mesh import Mesh, are_alike
@@ -22,7 +24,15 @@ if TYPE_CHECKING:
     from lightning_mfsdp.engine.core.context import Context
     from lightning_mfsdp.engine.core.unit import Unit
 
-__all__ = ["Named", "check_same_model", "refuse_ignored_parts", "refuse_other_mesh", "refuse_parts", "refuse_unfit"]
+__all__ = [
+    "Named",
+    "check_same_model",
+    "refuse_ignored_parts",
+    "refuse_other_mesh",
+    "refuse_parts",
+    "refuse_shared_memory",
+    "refuse_unfit",
+]
 
 # A parameter with its first name and all the places that hold it: the `_parameters` table of a module and the key in it.
 Named = tuple[str, nn.Parameter, list[tuple[dict[str, Any], str]]]
@@ -140,6 +150,52 @@ def refuse_ignored_parts(module: nn.Module, ignored: set[int]) -> None:
                 "tensor axis, so norms and checkpoints would take this rank's for the whole; leave it out of ignored_parameters, or out of "
                 "the plan of the tensor axis"
             )
+
+
+def refuse_shared_memory(module: nn.Module, ignored: set[int]) -> None:
+    """Refuse parameters that are different objects over the same memory: sharding moves each into memory of its own.
+
+    Warns of other tensors in that memory that modules hold, which keep their values of now.
+
+    Raises:
+        ShardingError: With the names of the first two.
+    """
+    places: dict[int, list[tuple[range, str]]] = {}
+    for name, parameter in module.named_parameters():
+        if id(parameter) in ignored or type(parameter).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            continue
+        bytes_of = _bytes_of(parameter)
+        for others, other in places.setdefault(compat.storage_of(parameter), []):
+            if _meet(bytes_of, others):
+                raise ShardingError(
+                    f"fully_shard: parameters {other} and {name} of {type(module).__name__} are two objects over the same memory "
+                    "(one's .data was set to the other's), and sharding would give each its own. Make them one parameter "
+                    "(b.weight = a.weight), or give one a copy (b.weight.data = a.weight.data.clone())"
+                )
+        places[compat.storage_of(parameter)].append((bytes_of, name))
+    for path, child in module.named_modules():
+        for key, value in [*vars(child).items(), *child._buffers.items()]:
+            if type(value) is torch.Tensor and not {f"{key}_orig", f"{key}_g"} & child._parameters.keys():
+                for others, other in places.get(compat.storage_of(value), ()):
+                    if _meet(_bytes_of(value), others):
+                        warnings.warn(
+                            f"{path + '.' if path else ''}{key} of {type(module).__name__} lies in the memory of parameter {other}, which "
+                            f"sharding moves: from now on it keeps the values of now. Take {other}.detach() where it is needed",
+                            stacklevel=3,
+                        )
+
+
+def _bytes_of(tensor: torch.Tensor) -> range:
+    """From the first byte of a tensor to behind the last one, in its storage."""
+    if not tensor.numel():
+        return range(0)
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first = tensor.storage_offset() * tensor.element_size()
+    return range(first, first + (last + 1) * tensor.element_size())
+
+
+def _meet(some: range, others: range) -> bool:
+    return max(some.start, others.start) < min(some.stop, others.stop)
 
 
 def refuse_other_mesh(nested: Unit, context: Context) -> None:

@@ -255,11 +255,14 @@ def _explain_resharded(error: BaseException, groups: Iterable[ParameterGroup]) -
         alike = " or ".join(weights[those[0]]) or f"(a view of shape {list(shape)})"
         names = list(dict.fromkeys(group.unit_name for group in those))
         more = f" or {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        ways = [] if unit is None or unit.side_doors.choice == "follow" else ['side_doors="follow"']
+        ways += [] if keeps else ["reshard_after_forward=False"]
+        instead = f"Pass {' or '.join(ways)}, recompute" if ways else "Recompute"
         raise EngineStateError(
-            f"{' or '.join(names[:_SHOWN])}{more}: a backward read its weight {alike} after the unit was resharded{when}: for something "
-            "that its forward computed and did not return, or of a gradient taken with create_graph=True or by torch.func. Pass "
-            'side_doors="follow", reshard_after_forward=False or sharding="optim_grads" (for gradients of gradients the last), recompute '
-            "the unit (Recompute), or return that tensor"
+            f"{' or '.join(names[:_SHOWN])}{more}: a backward read its weight {alike} after the unit was resharded{when}. Of a gradient "
+            'that was taken with create_graph=True (gradients of gradients): pass sharding="optim_grads", which keeps weights whole. Of '
+            f"something that its forward computed and did not return, or of torch.func: {instead} the unit (Recompute), or return that "
+            "tensor"
         ) from error
 
 

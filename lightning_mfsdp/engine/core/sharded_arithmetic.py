@@ -75,6 +75,8 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequ
 def assign_data(target: ShardedTensor, value: Any) -> None:
     """`target.data = value`: the values are copied into this rank's rows, which stay in place. Collective.
 
+    What was taken of a weight before (`backup = parameter.data`) keeps its values, as of any tensor whose memory is exchanged.
+
     Args:
         target: A parameter or its gradient.
         value: Of its shape and dtype; a plain tensor is whole, and the same on every rank.
@@ -97,7 +99,8 @@ def assign_data(target: ShardedTensor, value: Any) -> None:
             why = "or put another tensor in its place: parameter.grad = value, optimizer.state[parameter][name] = value"
         raise EngineStateError(
             f"{what}parameter {target.described}: .data can only be set to a tensor of its own shape {tuple(target.shape)}, "
-            f"{target.dtype} on {target.device.type}, {why}; got {got}. Give it values like that"
+            f"{target.dtype} on {target.device.type}, {why}; got {got}. Give it values like that, or call unshard_model(module) before; "
+            "the next fit, or fully_shard, shards it in its new shape"
         )
     source = value.source if isinstance(value, WholeTensor) else value
     if isinstance(source, ShardedTensor) and source.role is Role.WEIGHT and source.place != target.place:
@@ -107,7 +110,18 @@ def assign_data(target: ShardedTensor, value: Any) -> None:
         )
     if isinstance(value, WholeTensor):
         value = value.full_tensor()
-    with torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():
+        if target.role is Role.WEIGHT:
+            if isinstance(source, ShardedTensor) and source.role is Role.WEIGHT:
+                return  # it lies there
+            group, index = target.place
+            parameter = group.entries[index].sharded
+            if target is not parameter:
+                target.move_to(target._local_tensor.clone())
+            else:
+                for tensor in list(parameter.taken.values()):
+                    tensor.move_to(tensor._local_tensor.clone())
+                parameter.taken.clear()
         run(torch.ops.aten.copy_.default, (target, value), {}, [target])
 
 

@@ -28,6 +28,7 @@ from lightning_mfsdp.engine.core.outside import (
     writes_in_place,
 )
 from lightning_mfsdp.engine.core.sharded_arithmetic import assign_data, run
+from lightning_mfsdp.engine.core.sharded_collectives import communicate
 from lightning_mfsdp.engine.core.sharded_tensor import CopyOf, LayoutError, ShardedTensor, refuse_gradient
 from lightning_mfsdp.engine.core.torch_functions import computes, copies, uses_values, writes_by_position, zeroes
 from lightning_mfsdp.engine.core.whole_tensor import WholeTensor, views_in, with_views
@@ -110,4 +111,6 @@ class _OnRows(compat.DispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         operands = [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, ShardedTensor)]
-        return run(func, args, kwargs, operands) if operands else func(*args, **kwargs)
+        if not operands:
+            return func(*args, **kwargs)
+        return communicate(func, args) if func.namespace == "c10d" else run(func, args, kwargs, operands)

@@ -17,6 +17,7 @@ from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.engine.core.gradient_hooks import add_gradient_hook
 from lightning_mfsdp.engine.core.piece import Piece
 from lightning_mfsdp.engine.core.rows_exchange import sharded_alike
+from lightning_mfsdp.engine.core.sharded_collectives import communicate
 from lightning_mfsdp.engine.core.sharded_functions import operate
 from lightning_mfsdp.engine.core.sharded_tensor import Role, ShardedTensor, ShardSpec, as_dtensor, refuse_gradient
 from lightning_mfsdp.engine.core.whole_tensor import WholeTensor
@@ -44,6 +45,9 @@ class ShardedParameter(ShardedTensor):
     _name: str
     gradient_rows: ShardedTensor | None  # over a gradient that is not the engine's: assigned by the user, or held back
     _shown_gradient: Callable[[], ShardedTensor | None]  # over the engine's, which keeps it
+    taken: weakref.WeakValueDictionary[
+        int, ShardedTensor
+    ]  # what programs have of it in its memory: its `data`, `detach()`
     # Itself, or what it is converted from. PyTorch refuses to swap in another tensor (`module.half()`) while there is a weak reference.
     _original: weakref.ref[ShardedParameter]
 
@@ -68,6 +72,7 @@ class ShardedParameter(ShardedTensor):
         parameter.shard_spec = ShardSpec(piece, group.layout.rows_by_shard[index], group.mesh, split)
         parameter._local, parameter._unsharded, parameter._name = local, weakref.ref(full), name
         parameter.gradient_rows, parameter._shown_gradient = None, _nothing
+        parameter.taken = weakref.WeakValueDictionary()
         parameter._original = weakref.ref(parameter)
         setattr(local, SHARDED, parameter._original)
         if full.requires_grad:
@@ -258,7 +263,7 @@ class ShardedParameter(ShardedTensor):
     def _refuse_copy(self, done: str) -> NoReturn:
         raise EngineStateError(
             f"{self._name}: a sharded parameter cannot be {done}, because the copy would belong to no unit. Copy "
-            "the module before fully_shard or after unshard_model, or copy values with unshard(module)"
+            "the module before fully_shard or after unshard_model, or make a second module and load full_state_dict(module) into it"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -307,7 +312,7 @@ class ShardedParameter(ShardedTensor):
 
 
 # A sharded tensor computes by functions that make sharded tensors: each needs the other, and this file, which has both, joins them.
-ShardedTensor.operate = staticmethod(operate)
+ShardedTensor.operate, ShardedTensor.communicate = staticmethod(operate), staticmethod(communicate)
 
 
 def _nothing() -> None:

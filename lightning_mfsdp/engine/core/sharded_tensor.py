@@ -104,6 +104,7 @@ class ShardedTensor(DTensor):
 
     # What torch functions do with sharded tensors. sharded_parameter.py sets it, because those functions make sharded tensors.
     operate: ClassVar[Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]]
+    communicate: ClassVar[Callable[[Any, tuple[Any, ...]], Any]]  # and what collectives do (sharded_collectives.py)
 
     @staticmethod
     def over(
@@ -121,6 +122,8 @@ class ShardedTensor(DTensor):
             plain = as_dtensor(local, like.shape if shape is None else shape, like.device_mesh, like._spec.placements)
         tensor = ShardedTensor(local, plain._spec, requires_grad=False)
         tensor._owner, tensor.shard_spec, tensor._role = like._owner, like.shard_spec, role
+        if role is Role.WEIGHT and (group := like._owner[0]()) is not None:
+            group.entries[like._owner[1]].sharded.taken[id(tensor)] = tensor
         return tensor
 
     @classmethod
@@ -131,6 +134,14 @@ class ShardedTensor(DTensor):
             with compat.without_torch_function():
                 return func(*args, **(kwargs or {}))
         return ShardedTensor.operate(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace == "c10d":
+            return ShardedTensor.communicate(func, args)
+        return super().__torch_dispatch__(func, types, args, kwargs or {})
 
     def before_use(self, *, zeroed: bool = False) -> None:
         """Called before its numbers are read or written: add what belongs to it. Collective where part of a gradient is held back.
@@ -155,6 +166,10 @@ class ShardedTensor(DTensor):
     def become_gradient(self, parameter: ShardedTensor) -> None:
         """It was assigned to `.grad` of a parameter: gradients that are held back belong to it."""
         self._role, self._owner = Role.GRADIENT, parameter._owner
+
+    def move_to(self, rows: Tensor) -> None:
+        """It is no longer in the memory of the weight."""
+        self._local_tensor, self._role = rows, Role.OTHER
 
     def note_write(self) -> None:
         """Note that main weights may have been written: forward must read the new values."""

@@ -113,7 +113,11 @@ def writes_by_position(function: Any) -> bool:
 def is_in_place(function: Any, kwargs: dict[str, Any]) -> bool:
     """Whether it writes to an argument, judging by its name and `out=`."""
     name = getattr(function, "__name__", "")
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or kwargs.get("out") is not None
+    return (
+        name in ("__setitem__", "all_reduce")
+        or (name.endswith("_") and not name.endswith("__"))
+        or kwargs.get("out") is not None
+    )
 
 
 def written_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

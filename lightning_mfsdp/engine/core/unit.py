@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 import torch
 from torch import nn
@@ -114,6 +114,12 @@ class Unit:
             module.__dict__[UNIT] = self
         self._modules = [weakref.ref(module) for module in modules]
         self._undo = [*(hook.remove for hook in attach(self, modules)), *undo]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise EngineStateError(
+            f"{self.name}: a module that is sharded cannot be deep-copied, as its copy would belong to no unit. Copy it before fully_shard "
+            "or after unshard_model, or make a second one and load full_state_dict(module) into it"
+        )
 
     def join(self, context: Context, number: int) -> None:
         """Belong to a root from now on, as one of several units."""
