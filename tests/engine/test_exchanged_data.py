@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -95,6 +96,56 @@ def what_was_taken_before_keeps_its_values(rank, world):
             assert torch.equal(whole(new), torch.full_like(before, 2.0)), sharding
 
 
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "view": lambda data: data.view(-1),
+    "rows": lambda data: data[:2],
+    "row": lambda data: data[1],
+    "transposed": lambda data: data.t(),
+    "chunk": lambda data: data.chunk(2)[0],
+    "flattened": lambda data: data.detach().flatten(),
+}
+
+
+def views_of_what_was_taken_keep_their_values(rank, world):
+    for sharding in STRATEGIES:
+        for name, view in VIEWS.items():
+            for square in (True, False):
+                torch.manual_seed(0)
+                module = fully_shard(nn.Linear(6, 6 if square else 4), sharding=sharding)
+                weight, case = module.weight, f"{sharding} {name} {square}"
+                with torch.no_grad():
+                    before, taken = view(weight.full_tensor()).clone(), [view(weight.data), view(weight)]
+                    weight.data = torch.ones(weight.shape)
+                    for tensor in taken:
+                        assert torch.equal(whole(tensor), before), case
+                        tensor.fill_(3.0)
+                    assert torch.equal(whole(weight), torch.ones(weight.shape)), case
+
+
+def views_of_its_own_data_may_be_assigned(rank, world):
+    for sharding in STRATEGIES:
+        for change in (Tensor.t, lambda data: data[:1].expand(6, 6), lambda data: data.as_strided((6, 6), (1, 6))):
+            torch.manual_seed(0)
+            module = fully_shard(nn.Linear(6, 6), sharding=sharding)
+            expected = change(module.weight.full_tensor()).clone()
+            module.weight.data = change(module.weight.data)
+            assert torch.equal(whole(module.weight), expected), sharding
+
+
+def a_converted_parameter_is_exchanged_as_any(rank, world):
+    for sharding in STRATEGIES:
+        _, module = pair(sharding)
+        module.double()
+        weight = module[0].weight
+        before, taken = whole(weight).clone(), [weight.data, weight.detach(), module.state_dict()["0.weight"]]
+        weight.data = torch.ones_like(before)
+        assert torch.equal(whole(weight), torch.ones_like(before)), sharding
+        for tensor in taken:
+            assert torch.equal(whole(tensor), before), sharding
+        weight.data = taken[0]
+        assert torch.equal(whole(weight), before), sharding
+
+
 def nothing_is_kept_of_what_was_taken(rank, world):
     _, module = pair("optim_grads_params")
     parameter = context_of(module).groups[0].entries[0].sharded
@@ -109,7 +160,14 @@ def nothing_is_kept_of_what_was_taken(rank, world):
 
 WORLDS = dict.fromkeys(
     (1, 2, 3),
-    (a_backup_by_reference_is_restored, what_was_taken_before_keeps_its_values, nothing_is_kept_of_what_was_taken),
+    (
+        a_backup_by_reference_is_restored,
+        what_was_taken_before_keeps_its_values,
+        views_of_what_was_taken_keep_their_values,
+        views_of_its_own_data_may_be_assigned,
+        a_converted_parameter_is_exchanged_as_any,
+        nothing_is_kept_of_what_was_taken,
+    ),
 )
 
 

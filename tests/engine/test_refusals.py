@@ -79,6 +79,14 @@ def two_parameters_over_one_memory_are_refused_by_name(rank: int, world: int) ->
             ):
                 shard(tied(change))
     assert fully_shard(tied(side_by_side))
+    columns = torch.randn(8, 16)  # of one projection: they lie between each other
+    fused = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    fused[0].weight, fused[1].weight = nn.Parameter(columns[:, :8]), nn.Parameter(columns[:, 8:])
+    assert fully_shard(fused)
+    constants = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for layer in constants:
+        layer.frequencies = nn.Parameter(columns[0], requires_grad=False)
+    assert fully_shard(constants)
     one = tied(lambda module: setattr(module[1], "weight", module[0].weight))
     assert fully_shard(one)[1].weight is one[0].weight
     with torch.device("meta"):
@@ -93,6 +101,9 @@ def other_tensors_in_the_memory_of_a_parameter_are_told(rank: int, world: int) -
         UserWarning, match=r"1\.kept of Sequential lies in the memory of parameter 0\.weight, which sharding moves"
     ):
         fully_shard(module)
+    sparse = nn.Sequential(nn.Linear(8, 8))
+    sparse.adjacent = torch.eye(8).to_sparse()
+    assert fully_shard(sparse)
     normed = nn.utils.spectral_norm(nn.Linear(8, 8))  # it keeps the weight's data until its first forward
     assert fully_shard(nn.Sequential(normed))
 

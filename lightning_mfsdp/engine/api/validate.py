@@ -155,47 +155,71 @@ def refuse_ignored_parts(module: nn.Module, ignored: set[int]) -> None:
 def refuse_shared_memory(module: nn.Module, ignored: set[int]) -> None:
     """Refuse parameters that are different objects over the same memory: sharding moves each into memory of its own.
 
-    Warns of other tensors in that memory that modules hold, which keep their values of now.
+    Constants may be shared. Warns of other tensors in that memory that modules hold, which keep their values of now.
 
     Raises:
         ShardingError: With the names of the first two.
     """
-    places: dict[int, list[tuple[range, str]]] = {}
+    in_storage: dict[int, list[tuple[range, str, nn.Parameter]]] = {}
     for name, parameter in module.named_parameters():
-        if id(parameter) in ignored or type(parameter).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-            continue
-        bytes_of = _bytes_of(parameter)
-        for others, other in places.setdefault(compat.storage_of(parameter), []):
-            if _meet(bytes_of, others):
-                raise ShardingError(
-                    f"fully_shard: parameters {other} and {name} of {type(module).__name__} are two objects over the same memory "
-                    "(one's .data was set to the other's), and sharding would give each its own. Make them one parameter "
-                    "(b.weight = a.weight), or give one a copy (b.weight.data = a.weight.data.clone())"
-                )
-        places[compat.storage_of(parameter)].append((bytes_of, name))
+        if id(parameter) not in ignored and _lies_in_a_storage(parameter):
+            in_storage.setdefault(compat.storage_of(parameter), []).append((_bytes_of(parameter), name, parameter))
+    for places in in_storage.values():
+        places.sort(key=lambda place: place[0].start)
+        reached: list[tuple[range, str, nn.Parameter]] = []  # those that a later one may meet
+        for place in places:
+            reached = [one for one in reached if one[0].stop > place[0].start]
+            for other in reached:
+                if (other[2].requires_grad or place[2].requires_grad) and _meet(other[2], place[2]):
+                    raise ShardingError(
+                        f"fully_shard: parameters {other[1]} and {place[1]} of {type(module).__name__} are two objects over the same "
+                        "memory, and sharding would give each its own. Make them one parameter (b.weight = a.weight), or give one a "
+                        "copy (b.weight.data = a.weight.data.clone())"
+                    )
+            reached.append(place)
     for path, child in module.named_modules():
         for key, value in [*vars(child).items(), *child._buffers.items()]:
-            if type(value) is torch.Tensor and not {f"{key}_orig", f"{key}_g"} & child._parameters.keys():
-                for others, other in places.get(compat.storage_of(value), ()):
-                    if _meet(_bytes_of(value), others):
+            if type(value) is not torch.Tensor or not _lies_in_a_storage(value):
+                continue
+            if not {f"{key}_orig", f"{key}_g"} & child._parameters.keys():
+                for _, other_name, parameter in in_storage.get(compat.storage_of(value), ()):
+                    if parameter.requires_grad and _meet(value, parameter):
                         warnings.warn(
-                            f"{path + '.' if path else ''}{key} of {type(module).__name__} lies in the memory of parameter {other}, which "
-                            f"sharding moves: from now on it keeps the values of now. Take {other}.detach() where it is needed",
+                            f"{path + '.' if path else ''}{key} of {type(module).__name__} lies in the memory of parameter {other_name}, "
+                            f"which sharding moves: from now on it keeps the values of now. Take {other_name}.detach() where it is needed",
                             stacklevel=3,
                         )
 
 
+def _lies_in_a_storage(tensor: torch.Tensor) -> bool:
+    is_wrapper = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return not is_wrapper and tensor.layout is torch.strided and not tensor.is_nested
+
+
 def _bytes_of(tensor: torch.Tensor) -> range:
     """From the first byte of a tensor to behind the last one, in its storage."""
-    if not tensor.numel():
-        return range(0)
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     first = tensor.storage_offset() * tensor.element_size()
+    if not tensor.numel():
+        return range(first, first)
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return range(first, first + (last + 1) * tensor.element_size())
 
 
-def _meet(some: range, others: range) -> bool:
-    return max(some.start, others.start) < min(some.stop, others.stop)
+def _meet(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one storage have a number in common; those of columns may lie between each other."""
+    some, others = _bytes_of(one), _bytes_of(other)
+    if max(some.start, others.start) >= min(some.stop, others.stop):
+        return False
+    if one.dtype != other.dtype or some == others:
+        return True
+    first, size = min(some.start, others.start), one.element_size()
+    marks = torch.zeros((max(some.stop, others.stop) - first) // size, dtype=torch.bool, device="cpu")
+    places = [
+        marks.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - first // size)
+        for tensor in (one, other)
+    ]
+    places[0].fill_(True)
+    return bool(places[1].any())
 
 
 def refuse_other_mesh(nested: Unit, context: Context) -> None:

@@ -26,7 +26,7 @@ from lightning_mfsdp.base.containers import map_tensors, tensors_in
 from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.engine.core.rows_exchange import fetch_rows, sharded_alike
 from lightning_mfsdp.engine.core.sharded_reductions import REDUCTIONS, foreach_norms, reduce_rows
-from lightning_mfsdp.engine.core.sharded_tensor import OPTIMIZER_ADVICE, LayoutError, Role, ShardedTensor
+from lightning_mfsdp.engine.core.sharded_tensor import OPTIMIZER_ADVICE, LayoutError, Role, ShardedTensor, Taken
 from lightning_mfsdp.engine.core.whole_tensor import WholeTensor, in_memory_of
 
 __all__ = ["assign_data", "run"]
@@ -108,20 +108,20 @@ def assign_data(target: ShardedTensor, value: Any) -> None:
             f"parameter {target.described}: .data = that of parameter {source.described} would make both one memory, and "
             "each is part of its unit's buffer; copy the values (.data.copy_(other)), or tie the parameters before fully_shard"
         )
-    if isinstance(value, WholeTensor):
-        value = value.full_tensor()
     with torch.inference_mode(False), torch.no_grad():
-        if target.role is Role.WEIGHT:
-            if isinstance(source, ShardedTensor) and source.role is Role.WEIGHT:
+        if target.role in (Role.WEIGHT, Role.CONVERTED):
+            if (
+                value is source
+                and source is not target
+                and isinstance(source, ShardedTensor)
+                and source.role is target.role
+            ):
                 return  # it lies there
-            group, index = target.place
-            parameter = group.entries[index].sharded
-            if target is not parameter:
-                target.move_to(target._local_tensor.clone())
-            else:
-                for tensor in list(parameter.taken.values()):
-                    tensor.move_to(tensor._local_tensor.clone())
-                parameter.taken.clear()
+            if isinstance(value, WholeTensor):
+                value = value.full_tensor().clone()  # a view may lie there in another order
+            target.let_taken_keep_values()
+        elif isinstance(value, WholeTensor):
+            value = value.full_tensor()
         run(torch.ops.aten.copy_.default, (target, value), {}, [target])
 
 
@@ -422,7 +422,10 @@ def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands
 
     def placed(tensor: Tensor) -> Any:
         if tensor.shape == first.shape:
-            return _result(tensor, first, role)
+            result = _result(tensor, first, role)
+            if in_memory_of(tensor, first._local_tensor):  # a transposed one, too
+                first.note_taken(cast("Taken", result))
+            return result
         return WholeTensor.of(
             tensor, next((operand for operand in operands if in_memory_of(tensor, operand._local_tensor)), None)
         )

@@ -42,7 +42,7 @@ def communicate(func: Any, args: tuple[Any, ...]) -> Any:
                 if op == dist.ReduceOp.SUM:
                     _write(torch.ops.aten.mul_.Tensor, tensor, size)
                 elif op not in _SAME:
-                    _refuse(f"all_reduce with {op}", args)
+                    _refuse("all_reduce with another operation than SUM, AVG, MIN and MAX", args)
         elif name == "allgather_":
             for outputs, value in zip(args[0], args[1], strict=True):
                 _fill(outputs, value, args)

@@ -82,7 +82,7 @@ def _operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         in_place = writes_in_place(func, args, kwargs)
         if in_place and writes_by_position(func):
             return write_in_whole(func, args, kwargs)
-        if not in_place and needs_whole(tensors_in((args, kwargs))):
+        if not in_place and (kwargs.get("out") is not None or needs_whole(tensors_in((args, kwargs)))):
             return use_whole(func, args, kwargs)
     try:
         with compat.without_torch_function(), _OnRows():

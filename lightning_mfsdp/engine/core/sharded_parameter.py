@@ -19,7 +19,14 @@ from lightning_mfsdp.engine.core.piece import Piece
 from lightning_mfsdp.engine.core.rows_exchange import sharded_alike
 from lightning_mfsdp.engine.core.sharded_collectives import communicate
 from lightning_mfsdp.engine.core.sharded_functions import operate
-from lightning_mfsdp.engine.core.sharded_tensor import Role, ShardedTensor, ShardSpec, as_dtensor, refuse_gradient
+from lightning_mfsdp.engine.core.sharded_tensor import (
+    Role,
+    ShardedTensor,
+    ShardSpec,
+    Taken,
+    as_dtensor,
+    refuse_gradient,
+)
 from lightning_mfsdp.engine.core.whole_tensor import WholeTensor
 
 if TYPE_CHECKING:
@@ -45,9 +52,8 @@ class ShardedParameter(ShardedTensor):
     _name: str
     gradient_rows: ShardedTensor | None  # over a gradient that is not the engine's: assigned by the user, or held back
     _shown_gradient: Callable[[], ShardedTensor | None]  # over the engine's, which keeps it
-    taken: weakref.WeakValueDictionary[
-        int, ShardedTensor
-    ]  # what programs have of it in its memory: its `data`, `detach()`
+    # What programs have of it in its memory: `data`, `detach()`, views; by identity.
+    taken: weakref.WeakValueDictionary[int, Taken]
     # Itself, or what it is converted from. PyTorch refuses to swap in another tensor (`module.half()`) while there is a weak reference.
     _original: weakref.ref[ShardedParameter]
 
@@ -87,7 +93,7 @@ class ShardedParameter(ShardedTensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _EQUAL and _represent_same(*args):
+        if func in _EQUAL and args[0] is not args[1] and _represent_same(*args):
             return True
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -138,6 +144,10 @@ class ShardedParameter(ShardedTensor):
         self._local.grad = rows._local_tensor
         self.gradient_rows = None if rows is self._shown_gradient() else rows
 
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
     def _take_unnoticed(self) -> None:
         """Reduce what a backward left of which no unit was notified. Collective: ranks on which it left nothing do not join."""
         group = self._owner[0]()
@@ -169,6 +179,12 @@ class ShardedParameter(ShardedTensor):
                 "shape of the whole parameter, with the same values on every rank"
             )
         return ShardedTensor.over(self.of_whole(value).detach().to(self._local).clone(), self)
+
+    def let_taken_keep_values(self) -> None:
+        """Its memory is about to be exchanged, as far as a program can tell."""
+        for tensor in list(self.taken.values()):
+            tensor.keep_values()
+        self.taken.clear()
 
     def note_write(self) -> None:
         """Main weights were written: forward must read them, and graphs that saved the parameter are out of date, as in plain PyTorch."""
@@ -263,7 +279,8 @@ class ShardedParameter(ShardedTensor):
     def _refuse_copy(self, done: str) -> NoReturn:
         raise EngineStateError(
             f"{self._name}: a sharded parameter cannot be {done}, because the copy would belong to no unit. Copy "
-            "the module before fully_shard or after unshard_model, or make a second module and load full_state_dict(module) into it"
+            "the module before fully_shard or after unshard_model, or make a second module and load full_state_dict(module) into it; of an "
+            "optimizer copy state_dict()"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -11,10 +11,10 @@ import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import DeviceMesh
@@ -39,6 +39,7 @@ __all__ = [
     "Role",
     "ShardSpec",
     "ShardedTensor",
+    "Taken",
     "as_dtensor",
     "refuse_gradient",
 ]
@@ -94,6 +95,13 @@ class CopyOf(NamedTuple):
     node: Any
 
 
+class Taken(Protocol):
+    """What a program has of a weight, in its memory."""
+
+    def keep_values(self) -> None:
+        """The weight's memory is exchanged: it keeps its values."""
+
+
 class ShardedTensor(DTensor):
     """This rank's rows of a tensor with as many rows as a parameter. Rows are whole; ranks may have different numbers of them, or none."""
 
@@ -122,8 +130,8 @@ class ShardedTensor(DTensor):
             plain = as_dtensor(local, like.shape if shape is None else shape, like.device_mesh, like._spec.placements)
         tensor = ShardedTensor(local, plain._spec, requires_grad=False)
         tensor._owner, tensor.shard_spec, tensor._role = like._owner, like.shard_spec, role
-        if role is Role.WEIGHT and (group := like._owner[0]()) is not None:
-            group.entries[like._owner[1]].sharded.taken[id(tensor)] = tensor
+        if role in (Role.WEIGHT, Role.CONVERTED):
+            like.note_taken(tensor)
         return tensor
 
     @classmethod
@@ -167,9 +175,18 @@ class ShardedTensor(DTensor):
         """It was assigned to `.grad` of a parameter: gradients that are held back belong to it."""
         self._role, self._owner = Role.GRADIENT, parameter._owner
 
-    def move_to(self, rows: Tensor) -> None:
-        """It is no longer in the memory of the weight."""
-        self._local_tensor, self._role = rows, Role.OTHER
+    def let_taken_keep_values(self) -> None:
+        """It is about to be given another memory, as far as a program can tell. What was taken of a parameter keeps its own."""
+        self.keep_values()
+
+    def note_taken(self, tensor: Taken) -> None:
+        """A program has a tensor in the memory of this one."""
+        if self.role in (Role.WEIGHT, Role.CONVERTED) and (group := self._owner[0]()) is not None:
+            group.entries[self._owner[1]].sharded.taken[id(tensor)] = tensor
+
+    def keep_values(self) -> None:
+        """From now on it is in memory of its own, and nothing to the parameter."""
+        self._local_tensor, self._role = self._local_tensor.clone(), Role.OTHER
 
     def note_write(self) -> None:
         """Note that main weights may have been written: forward must read the new values."""
@@ -383,6 +400,16 @@ class ShardedTensor(DTensor):
         array = self._as_plain().requires_grad_(self.requires_grad).numpy(force=force)
         array.setflags(write=False)
         return array
+
+    def tolist(self) -> Any:
+        """Of the whole. Collective."""
+        return self.full_tensor().tolist()
+
+    def __format__(self, specification: str) -> str:
+        """As of any tensor: a single number is formatted as one. Collective."""
+        if self.dim() or isinstance(self, nn.Parameter):
+            return object.__format__(self, specification)
+        return format(self.item(), specification)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         return self.numpy().__array__(*args, **kwargs)

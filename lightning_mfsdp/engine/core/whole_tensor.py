@@ -65,9 +65,14 @@ class Gathered:
     again: Callable[[], Tensor]
     writes: int
 
+    @property
+    def present_writes(self) -> int:
+        """How often the source has been written."""
+        return self.source.known_writes
+
     def present(self) -> Gathered:
         """One with the present values: this one, or another in memory of its own, as graphs may have saved these. Collective if written."""
-        writes = self.source.known_writes
+        writes = self.present_writes
         return self if self.writes == writes else Gathered(self.source, self.again(), self.again, writes)
 
     def write_back(self, view: Tensor) -> None:
@@ -106,7 +111,17 @@ class WholeTensor(Tensor):
         whole: WholeTensor = plain.as_subclass(WholeTensor)
         if source is not None:
             whole.source, whole.gathered = source, gathered
+            source.note_taken(whole)
         return whole
+
+    def keep_values(self) -> None:
+        """A view of a weight whose memory is exchanged: from now on it is a result. One that has not seen the last write stays a view."""
+        if self.gathered is not None and self.gathered.present_writes != self.gathered.writes:
+            return
+        if self.gathered is None:
+            with compat.without_torch_function():
+                compat.set_data(self, self.detach().clone())
+        self.source = self.gathered = None
 
     @classmethod
     def __torch_function__(

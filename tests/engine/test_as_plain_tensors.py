@@ -1,0 +1,93 @@
+"""Small things that programs do with parameters, gradients and state outside of forwards, with the results of whole tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mfsdp.engine import fully_shard
+from tests.engine.worlds import by_world, check
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight, self.scale = nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.t() * self.scale
+
+
+def trained(sharding: str) -> tuple[Scaled, Scaled]:
+    plain, module = Scaled(), fully_shard(Scaled(), sharding=sharding)
+    for one in (plain, module):
+        one(torch.ones(2, 3)).sum().backward()
+    return plain, module
+
+
+def results_are_written_where_they_are_asked_for(rank, world):
+    """Also into a single number, and into a view of a parameter."""
+    for sharding in STRATEGIES:
+        numbers, rows = [], []
+        for module in trained(sharding):
+            outs = [torch.zeros(()) for _ in range(3)]
+            with torch.no_grad():
+                torch.norm(module.weight, out=outs[0])
+                torch.sum(module.weight, (0, 1), out=outs[1])
+                torch.norm(module.weight.grad, out=outs[2])
+                torch.sum(module.weight.detach() * 2, 0, keepdim=True, out=module.weight.data[:1])
+            numbers.append(torch.stack(outs))
+            rows.append(module.weight.detach())
+        torch.testing.assert_close(numbers[1], numbers[0], msg=sharding)
+        torch.testing.assert_close(rows[1].full_tensor(), rows[0], msg=sharding)
+
+
+def numbers_are_shown_as_those_of_plain_tensors(rank, world):
+    for sharding in STRATEGIES:
+        shown = [
+            (
+                f"{module.scale.grad:.3f}",
+                f"{module.scale.detach():.2f}",
+                module.scale.tolist(),
+                len(module.weight.tolist()),
+            )
+            for module in trained(sharding)
+        ]
+        assert shown[0] == shown[1], sharding
+
+
+def a_parameter_is_compared_with_itself_number_by_number(rank, world):
+    for sharding in STRATEGIES:
+        _, module = trained(sharding)
+        with torch.no_grad():
+            module.weight[0, 0] = torch.nan
+        equal = module.weight == module.weight
+        assert int(equal.sum()) == 14, sharding
+        assert module.weight in {module.weight: 1}
+        assert module.weight in [module.weight]
+
+
+def a_gradient_may_be_deleted(rank, world):
+    for sharding in STRATEGIES:
+        _, module = trained(sharding)
+        del module.weight.grad
+        assert module.weight.grad is None
+        module(torch.ones(2, 3)).sum().backward()
+        assert module.weight.grad is not None
+
+
+CASES = (
+    results_are_written_where_they_are_asked_for,
+    numbers_are_shown_as_those_of_plain_tensors,
+    a_parameter_is_compared_with_itself_number_by_number,
+    a_gradient_may_be_deleted,
+)
+WORLDS = {1: CASES, 2: CASES, 3: CASES}
+
+
+@by_world(WORLDS)
+def test_as_plain_tensors(world, case):
+    check(WORLDS, world, case)
