@@ -110,12 +110,7 @@ def assign_data(target: ShardedTensor, value: Any) -> None:
         )
     with torch.inference_mode(False), torch.no_grad():
         if target.role in (Role.WEIGHT, Role.CONVERTED):
-            if (
-                value is source
-                and source is not target
-                and isinstance(source, ShardedTensor)
-                and source.role is target.role
-            ):
+            if isinstance(value, ShardedTensor) and target.role is value.role is Role.WEIGHT:
                 return  # it lies there
             if isinstance(value, WholeTensor):
                 value = value.full_tensor().clone()  # a view may lie there in another order
