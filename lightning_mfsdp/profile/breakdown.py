@@ -29,6 +29,8 @@ _OF_UNIT = re.compile(r"mfsdp (?:gather|reduce) (.+?)(?:\[\d+\])?$")
 _COMMUNICATES = re.compile(
     r"nccl|nvshmem|deep_ep|multimem|(one|two)_shot_|cross_device_reduce|all_?gather|(all|cross)_?reduce|reduce_?scatter|all_?to_?all"
 )
+# Those of PyTorch (FusedAdamMathFunctor, FusedSgdMathFunctor, ...) and of Transformer Engine and Apex (AdamFunctor).
+_FUSED = re.compile(r"Fused(Adam|Sgd|Adagrad|Optimizer)|\bAdam\w*Functor")
 
 
 @dataclass
@@ -47,6 +49,7 @@ class Breakdown:
         for_data: The host waited for the next batch of a DataLoader.
         waits: How often a step the host waited for the GPU, by the operator in which it did; the call where it was in none.
         exposed: Communication that no computation hides, by unit.
+        optimizer_is_fused: A kernel that does a whole step of many parameters is among the optimizer's.
         host: Of ranges that the engine and StepProfile name, on the host.
     """
 
@@ -61,6 +64,7 @@ class Breakdown:
     for_data: float = 0.0
     waits: dict[str, float] = field(default_factory=dict)
     exposed: dict[str, float] = field(default_factory=dict)
+    optimizer_is_fused: bool = False
     host: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -137,6 +141,7 @@ def _break_down_device(result: Breakdown, trace: Trace, window: list[Interval]) 
         if kind not in _COMPUTATION:
             result.hidden[kind] = (length(every) - shown) / result.steps
         taken = merged([*taken, *every])
+    result.optimizer_is_fused = any(_FUSED.search(event.name) for event in found["optimizer"])
     idle = without(window, taken)
     result.idle = length(idle) / result.steps
     result.idle_for_data = length(common(idle, _intervals(trace.named(NEXT_BATCH)))) / result.steps

@@ -62,6 +62,8 @@ def advice(found: Breakdown) -> str:
         )
     if largest == "idle":
         return _advice_for_idle(found)
+    if largest == "optimizer" and found.optimizer_is_fused:
+        return "more microbatches for each step (accumulate_grad_batches), since the optimizer is fused"
     return {
         "optimizer": "a fused optimizer (torch.optim.AdamW(..., fused=True)), or more microbatches for each step",
         "all-gathers": 'reshard_after_forward="auto" or False, a larger batch, or on several nodes outer=NODES',

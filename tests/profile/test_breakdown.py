@@ -96,6 +96,24 @@ def test_each_moment_of_the_device_counts_once_and_the_rest_is_idle(compressed: 
     assert found.idle + sum(found.shown.values()) == found.step
 
 
+@pytest.mark.parametrize(
+    ("kernel", "is_fused"),
+    [
+        ("void multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>, FusedAdamMathFunctor<float, 4>, float>", True),
+        ("void transformer_engine::multi_tensor_apply_kernel<TensorListMetadata<4>, AdamFunctorMaster<float, int>>", True),
+        ("void multi_tensor_apply_kernel<TensorListMetadata<2>, BinaryOpScalarFunctor<float, 2, 1, 1>, std::multiplies>", False),
+    ],
+)  # fmt: skip
+def test_a_fused_optimizer_is_known_by_its_kernel(kernel: str, is_fused: bool, tmp_path: Path) -> None:
+    work = [entry("user_annotation", *one) for one in RANGES]
+    for number, name in enumerate((PRODUCT, kernel)):
+        work.append(entry("kernel", name, 40 + 10 * number, 10, 20, stream=20, correlation=number))
+        work.append(entry("cuda_runtime", "cudaLaunchKernel", (20, 31)[number], 1, correlation=number))
+    found = break_down(read_trace(write(tmp_path, work)))
+    assert found.shown["optimizer"] == 5
+    assert found.optimizer_is_fused == is_fused
+
+
 def test_what_is_exposed_is_counted_for_the_unit_in_whose_range_it_was_launched(tmp_path: Path) -> None:
     found = break_down(read_trace(write(tmp_path, trace_of_work())))
     assert found.exposed == {"layers.0": 5, "layers.1": 5}
@@ -250,6 +268,7 @@ BUSY = Breakdown(3, 100.0, shown={"compute": 98.0}, idle=2.0)
         ({"shown": {"compute": 80.0, "other communication": 18.0}}, "expert or context axis"),
         ({"shown": {"compute": 80.0, "copies to and from the host": 18.0}}, "less offload"),
         ({"shown": {"compute": 80.0, "optimizer": 18.0}}, "fused=True"),
+        ({"shown": {"compute": 80.0, "optimizer": 18.0}, "optimizer_is_fused": True}, "since the optimizer is fused"),
         ({"shown": {"compute": 60.0}, "idle": 40.0, "idle_for_data": 30.0}, "more workers of the DataLoader"),
         ({"shown": {"compute": 60.0}, "idle": 40.0, "waiting": 9.0, "waits": {"aten::item": 2.0}}, "aten::item (2 a step)"),
         ({"shown": {"compute": 60.0}, "idle": 40.0, "waiting": 1.0, "waits": {"aten::item": 2.0}}, "waits for the host"),
