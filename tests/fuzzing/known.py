@@ -115,8 +115,17 @@ def _asks_some_ranks_alone(case: Description) -> bool:
     return asks and _has(case, dropped="by rank")
 
 
+def _reads_kept_whole_weights_after_a_step(case: Description) -> bool:
+    """Whole weights of which ranks own rows: until the next forward gathers them, each rank has its own rows of after the step alone."""
+    configuration = case.configuration
+    is_whole = configuration.sharding in ("optim", "optim_grads") and configuration.ranks > (configuration.outer or 1)
+    alone = any(micro.kind == "stale" and micro.side not in ("", "beside") for micro in _micros(case))
+    return is_whole and alone and _has(case, keeps="function")
+
+
 KNOWN: dict[str, Callable[[Description], bool]] = {
     "unnoticed by rank": _asks_some_ranks_alone,
+    "whole and kept": _reads_kept_whole_weights_after_a_step,
 }
 
 
@@ -600,6 +609,15 @@ DEFECTS: tuple[Defect, ...] = (
             steps=(Step((Micro(), Micro(evaluates="between"), Micro())), Step((Micro(side="alone"), Micro(), Micro()))),
             loop="automatic",
             calls_method=True,
+        ),
+    ),
+    Defect(
+        "whole and kept",
+        "a whole weight that a function keeps, read after a step and before the next forward",
+        _case(
+            Block(keeps="function"),
+            steps=(Step((Micro("stale", side="alone"),), zero=""), Step()),
+            sharding="optim",
         ),
     ),
     Defect(
