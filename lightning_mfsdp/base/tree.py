@@ -141,23 +141,28 @@ class Tree:
             meeting_s: Seconds to wait for others to connect.
 
         Raises:
-            CollectiveError: One that is next to this rank cannot be reached, or did not come.
+            CollectiveError: One that is next to this rank cannot be reached, or did not come; or the store cannot.
         """
         if size == 1:
             return cls.alone()
         place = f"{place}/of {size}"
-        place = f"{place}/{(store.add(f'{place}/starts', 1) - 1) // size}"
+        with _naming_lost_store(rank):
+            place = f"{place}/{(store.add(f'{place}/starts', 1) - 1) // size}"
         children = [part.start for part in children_of(rank, size)]
         network = json.dumps(network_of_host())
         if rank:
-            store.set(f"{place}/{rank}/network", network)
+            with _naming_lost_store(rank):
+                store.set(f"{place}/{rank}/network", network)
         listener, secret = None, _Secret(secrets.token_hex(16), secrets.token_hex(16))
         if children:
             networks = [_said(store, place, child, "network", rank) for child in children]
             is_local = all(other == network for other in networks)
             listener = _listener(is_local=is_local)
             addresses = LOOPBACK if is_local else addresses_of_host()
-            store.set(f"{place}/{rank}/contact", json.dumps([addresses, listener.getsockname()[1], *secret]))
+            with _naming_lost_store(rank), contextlib.ExitStack() as failed:
+                failed.callback(listener.close)
+                store.set(f"{place}/{rank}/contact", json.dumps([addresses, listener.getsockname()[1], *secret]))
+                failed.pop_all()
         parent = None
         # Before its children are answered, so that the parent misses a rank at once that fails from here on.
         if rank:
@@ -310,6 +315,22 @@ def _listener(*, is_local: bool) -> socket.socket:
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
     return socket.create_server(("", 0), backlog=_BACKLOG)
+
+
+@contextmanager
+def _naming_lost_store(here: int) -> Iterator[None]:
+    """Around what is written to the store.
+
+    Raises:
+        CollectiveError: It is gone, or did not answer in its time.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # a DistStoreError or DistNetworkError, but for stores in files
+        raise CollectiveError(
+            f"rank {here} on {socket.gethostname()} cannot write to the store in which ranks find each other: {error}. Rank 0 keeps "
+            "it, or torchrun on the first node (MASTER_ADDR): look for the first error in their output"
+        ) from error
 
 
 def _said(store: compat.Store, place: str, rank: int, what: str, here: int) -> str:

@@ -183,6 +183,34 @@ def test_a_rank_that_ended_before_is_named(tmp_path: Path) -> None:
             Tree.connected(store, f"place {rank}", rank, 2, limit_s=None, meeting_s=60)
 
 
+@pytest.mark.parametrize("lasts", [0, 1, 2])
+def test_a_store_that_is_gone_is_said(lasts: int) -> None:
+    """At each thing that a rank writes: its start, its network, and where it listens."""
+
+    class Gone(dist.HashStore):  # type: ignore[misc]
+        written = 0
+
+        def note(self) -> None:
+            if self.written == lasts:
+                raise dist.DistNetworkError("Broken pipe")
+            self.written += 1
+
+        def add(self, key: str, number: int) -> int:
+            self.note()
+            return int(super().add(key, number))
+
+        def set(self, key: str, value: str) -> None:
+            self.note()
+            super().set(key, value)
+
+    store: Any = Gone()
+    dist.HashStore.set(store, "place/of 18/0/17/network", "null")  # what its one child says
+    with pytest.raises(
+        CollectiveError, match=r"^rank 16 on .* cannot write to the store .*: Broken pipe\. .*MASTER_ADDR"
+    ):
+        Tree.connected(store, "place", 16, 18, limit_s=None, meeting_s=60)
+
+
 def test_a_rank_that_does_not_come_is_named() -> None:
     store: Any = dist.HashStore()
     store.set("place/of 2/0/1/network", json.dumps("elsewhere"))
