@@ -21,8 +21,11 @@ from lightning_mfsdp.profile.trace import END, NEXT_BATCH, OPTIMIZER, STEP, VALI
 __all__ = ["KINDS", "Breakdown", "break_down", "by_kind"]
 
 # In the order in which a moment is given to them.
-KINDS = ("compute", "optimizer", "all-gathers", "reductions", "other communication", "copies to and from the host")
-_COMPUTATION, _COMMUNICATION = KINDS[:2], KINDS[2:5]
+KINDS = (
+    *("compute", "optimizer", "copies on the device"),
+    *("all-gathers", "reductions", "other communication", "copies to and from the host"),
+)
+_COMPUTATION, _COMMUNICATION = KINDS[:2], KINDS[3:6]
 _WAITS = re.compile(r"((Stream|Event|Device|Ctx)Synchronize(_ptsz)?|^cudaMemcpy|^cudaFree)$")
 _OF_UNIT = re.compile(r"mfsdp (?:gather|reduce) (.+?)(?:\[\d+\])?$")
 # Kernels of NCCL, NVSHMEM, DeepEP, PyTorch's symmetric memory and the like. Inductor's names (triton_) tell what a kernel was fused of.
@@ -74,12 +77,17 @@ class Breakdown:
 
 
 def by_kind(trace: Trace) -> dict[str, list[Event]]:
-    """What ran on the device, for each of the kinds. The optimizer's shows by where it was launched."""
+    """What ran on the device, for each of the kinds. The optimizer's, and casts and copies for communication, show by where they were launched."""
     optimizer = _intervals(trace.named(OPTIMIZER))
+    around_communication = _intervals(event for event in trace.ranges if _OF_UNIT.match(event.name))
     found: dict[str, list[Event]] = {kind: [] for kind in KINDS}
     for event in trace.device:
         kind = _kind_of(event)
-        found["optimizer" if kind == "compute" and contains(optimizer, event.launched) else kind].append(event)
+        if kind == "compute" and contains(optimizer, event.launched):
+            kind = "optimizer"
+        elif kind == "compute" and contains(around_communication, event.launched):
+            kind = "copies on the device"
+        found[kind].append(event)
     return found
 
 

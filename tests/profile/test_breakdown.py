@@ -29,6 +29,7 @@ WORK = [
     (GATHER, 20, 30, 4),  # 10 us of it are not hidden
     (REDUCE, 45, 10, 6),  # 5 us behind the gather, and so all of what it shows is 5
     ("Memcpy HtoD (Pinned -> Device)", 60, 5, 8),
+    ("multi_tensor_apply_kernel<Copy>", 64, 6, 3.5),  # a cast for a gather, of which nothing hides 6 us
     ("multi_tensor_apply_kernel<AdamW>", 70, 10, 31),  # launched by the optimizer
     (PRODUCT, 110, 80, 102),
     (ALL_TO_ALL, 190, 6, 104),
@@ -81,18 +82,20 @@ def test_each_moment_of_the_device_counts_once_and_the_rest_is_idle(compressed: 
     assert found.shown == {
         "compute": 55,
         "optimizer": 5,
+        "copies on the device": 3,
         "all-gathers": 5,
         "reductions": 2.5,
         "other communication": 3,
-        "copies to and from the host": 2.5,
+        "copies to and from the host": 2,
     }
     assert found.hidden == {
+        "copies on the device": 0,
         "all-gathers": 50,
         "reductions": 2.5,
         "other communication": 0,
-        "copies to and from the host": 0,
+        "copies to and from the host": 0.5,
     }
-    assert found.idle == 27
+    assert found.idle == 24.5
     assert found.idle + sum(found.shown.values()) == found.step
 
 
@@ -226,11 +229,12 @@ def test_tables_of_the_command_have_the_figures(tmp_path: Path, capsys: pytest.C
         "                               ms  of the step  hidden, ms",
         "compute                      0.06        55.0%",
         "optimizer                    0.01         5.0%",
+        "copies on the device         0.00         3.0%        0.00",
         "all-gathers                  0.01         5.0%        0.05",
         "reductions                   0.00         2.5%        0.00",
         "other communication          0.00         3.0%        0.00",
-        "copies to and from the host  0.00         2.5%        0.00",
-        "idle                         0.03        27.0%",
+        "copies to and from the host  0.00         2.0%        0.00",
+        "idle                         0.02        24.5%",
         "the host: 0.10 ms at work, 0.00 waiting for the GPU, 0.01 for the next batch",
         "communication that nothing hides, by unit: layers.0 0.01, layers.1 0.01",
         "try first: compile=True, cuda_graph=True, blocks_per_unit=2, or a larger batch: the GPU waits for the host",
@@ -266,6 +270,7 @@ BUSY = Breakdown(3, 100.0, shown={"compute": 98.0}, idle=2.0)
         ({"shown": {"compute": 80.0, "all-gathers": 18.0}}, 'reshard_after_forward="auto"'),
         ({"shown": {"compute": 80.0, "reductions": 18.0}}, "grad_comm_dtype=torch.bfloat16"),
         ({"shown": {"compute": 80.0, "other communication": 18.0}}, "expert or context axis"),
+        ({"shown": {"compute": 80.0, "copies on the device": 18.0}}, "keep_compute_shard=True"),
         ({"shown": {"compute": 80.0, "copies to and from the host": 18.0}}, "less offload"),
         ({"shown": {"compute": 80.0, "optimizer": 18.0}}, "fused=True"),
         ({"shown": {"compute": 80.0, "optimizer": 18.0}, "optimizer_is_fused": True}, "since the optimizer is fused"),
