@@ -66,7 +66,7 @@ def advice(found: Breakdown) -> str:
         return "more microbatches for each step (accumulate_grad_batches), since the optimizer is fused"
     return {
         "optimizer": "a fused optimizer (torch.optim.AdamW(..., fused=True)), or more microbatches for each step",
-        "copies on the device": "MixedPrecisionPolicy(keep_compute_shard=True), which casts weights once a step and not for each all-gather",
+        "copies on the device": "MixedPrecisionPolicy(keep_compute_shard=True), which casts weights once a step, not for each all-gather",
         "all-gathers": 'reshard_after_forward="auto" or False, a larger batch, or on several nodes outer=NODES',
         "reductions": "MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16), or accumulate_grad_batches",
         "other communication": "a larger batch; with an expert or context axis, ranks of one axis within a node",
