@@ -77,7 +77,7 @@ class Breakdown:
 
 
 def by_kind(trace: Trace) -> dict[str, list[Event]]:
-    """What ran on the device, for each of the kinds. The optimizer's work, and copies around communication, show by where they were launched."""
+    """What ran on the device, for each of the kinds. The optimizer's, and copies for communication, show by where they were launched."""
     optimizer = _intervals(trace.named(OPTIMIZER))
     around_communication = _intervals(event for event in trace.ranges if _OF_UNIT.match(event.name))
     found: dict[str, list[Event]] = {kind: [] for kind in KINDS}
