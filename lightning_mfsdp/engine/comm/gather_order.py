@@ -34,6 +34,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -42,6 +43,7 @@ import torch.distributed as dist
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import CollectiveError, EngineStateError
 from lightning_mfsdp.base.kept_groups import kept
+from lightning_mfsdp.base.threads import start_for
 from lightning_mfsdp.engine.comm.collectives import Axis
 
 __all__ = ["BACKWARD", "FORWARD", "REDUCTION", "Event", "GatherOrder", "History"]
@@ -425,8 +427,7 @@ class _Watch:
         self._orders: list[weakref.ref[GatherOrder]] = []
         world = dist.group.WORLD
         assert world is not None, "a mesh has a process group"
-        arguments = (weakref.ref(self), weakref.ref(world))
-        threading.Thread(target=_run, args=arguments, name="mfsdp-gathers", daemon=True).start()
+        start_for(self, partial(_run, weakref.ref(self), weakref.ref(world)), "mfsdp-gathers")
 
     def order(
         self, ranks: list[int], rank: int, expects: Callable[[], Sequence[Sequence[Event]]], *, has_reductions: bool
@@ -450,9 +451,8 @@ class _Watch:
             order.report_progress()
 
 
-def _run(watch: weakref.ref[_Watch], world: weakref.ref[dist.ProcessGroup]) -> None:
-    while True:
-        time.sleep(_STILL_S)
+def _run(watch: weakref.ref[_Watch], world: weakref.ref[dist.ProcessGroup], ended: threading.Event) -> None:
+    while not ended.wait(_STILL_S):
         living_watch = watch()
         if living_watch is None or world() is None or dist.group.WORLD is not world():
             return
