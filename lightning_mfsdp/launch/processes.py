@@ -81,6 +81,11 @@ class ProcessStrategy(ParallelStrategy):
     def root_device(self) -> torch.device:
         """The device that this rank computes on."""
         assert self.parallel_devices is not None
+        if self.local_rank >= (given := len(self.parallel_devices)):
+            raise ValueError(
+                f"local rank {self.local_rank} has no device: devices={given} was given, and the launcher has started more "
+                'processes here. Pass devices="auto", or as many as it starts (torchrun --nproc-per-node)'
+            )
         return self.parallel_devices[self.local_rank]
 
     @property

@@ -195,7 +195,10 @@ class ShardedPrecision(FabricPrecision):
     def cast_module(self, module: nn.Module) -> nn.Module:
         """The module in the dtype of a "*-true" precision; the policy decides everything else."""
         dtype = _TRUE_DTYPES.get(self.precision)
-        return module if dtype is None else module.to(dtype=dtype)
+        if dtype is None:
+            return module
+        # `to(dtype)` would take the real part of what is complex.
+        return {torch.float64: module.double, torch.float16: module.half, torch.bfloat16: module.bfloat16}[dtype]()
 
     def convert_input(self, data: Any) -> Any:
         """Floating-point tensors of a batch in the dtype of a "*-true" precision."""

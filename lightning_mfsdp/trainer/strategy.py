@@ -250,6 +250,7 @@ class MFSDPStrategy(CheckpointingStrategy):
         self._ends: list[Callable[[], None]] = []
         self._metrics: SynchronizedMetrics | None = None
         self._is_first_step = True
+        self._begins_evaluation = False
         self._known_warnings = KnownWarnings()
 
     # -- environment ---------------------------------------------------------------------------------------------------
@@ -497,21 +498,21 @@ class MFSDPStrategy(CheckpointingStrategy):
         super().on_validation_start()
         self._take_metrics()
         self._compare_numbers(self._batches, self._module.trainer.num_val_batches)
-        self._share_buffers()
+        self._begins_evaluation = True
 
     def on_test_start(self) -> None:
         """All ranks evaluate with the buffers of rank 0."""
         super().on_test_start()
         self._take_metrics()
         self._compare_numbers(self._batches, self._module.trainer.num_test_batches)
-        self._share_buffers()
+        self._begins_evaluation = True
 
     def on_predict_start(self) -> None:
         """All ranks predict with the buffers of rank 0."""
         super().on_predict_start()
         self._take_metrics()
         self._compare_numbers(self._predicted_batches, self._module.trainer.num_predict_batches)
-        self._share_buffers()
+        self._begins_evaluation = True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """As in `CheckpointingStrategy`, with the buffers of rank 0, so that the run continues with what is saved. Collective."""
@@ -571,6 +572,9 @@ class MFSDPStrategy(CheckpointingStrategy):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
+        if self._begins_evaluation:
+            self._begins_evaluation = False
+            self._share_buffers()  # not before: a callback may have put others in their place when the epoch began (EMAWeightAveraging)
         number = args[2] if len(args) > 2 else 0  # Lightning passes it where there are several loaders
         forward_context = self.precision_plugin.forward_context
         with (

@@ -141,6 +141,17 @@ def a_parameter_in_place_of_one(model: Any) -> list[str]:
     return []
 
 
+def layers_made_of_former_weights(model: Any) -> list[str]:
+    head = nn.Linear(DIM, CLASSES)
+    head.weight = nn.Parameter(model.head.weight.detach().clone())
+    with torch.no_grad():
+        head.bias[:2].copy_(model.head.bias[1:3])
+    model.head = head
+    model.blocks[0].norm.weight = model.blocks[1].norm.weight = nn.Parameter(model.blocks[0].norm.weight.detach() * 0.5)
+    model.scale = nn.Parameter(model.scale.data + 1, requires_grad=False)
+    return []
+
+
 def two_fits(
     model: Any, change: Callable[[Any], list[str]], rank: int, world: int, strategy: Callable[[], Any]
 ) -> list[str]:
@@ -200,6 +211,10 @@ def a_layer_of_a_block_is_replaced(rank: int, world: int) -> None:
 
 def parameters_are_replaced(rank: int, world: int) -> None:
     _trains_as_one_process(Classifier, a_parameter_in_place_of_one, rank, world, 1)
+
+
+def layers_are_made_of_former_weights(rank: int, world: int) -> None:
+    _trains_as_one_process(Classifier, layers_made_of_former_weights, rank, world, 0)
 
 
 def a_head_is_replaced_where_units_share_a_weight(rank: int, world: int) -> None:
@@ -327,6 +342,7 @@ CASES = (
     a_head_is_replaced_where_units_share_a_weight,
     parameters_are_replaced_where_units_share_a_weight,
     new_layers_are_cast_and_old_optimizers_told,
+    layers_are_made_of_former_weights,
     an_average_of_weights_that_were_sharded_again_begins_again,
     an_average_and_gradients_of_ones_own_loop_begin_again,
     hooks_and_attributes_of_parameters_that_are_sharded_again_stay,

@@ -47,7 +47,7 @@ class Normed(Classifier):
 
 
 AVERAGING: dict[str, tuple[type[LightningModule], Callable[[], Callback]]] = {
-    "exponential": (Classifier, lambda: EMAWeightAveraging(decay=0.9)),
+    "exponential": (Normed, lambda: EMAWeightAveraging(decay=0.9)),
     "of the last epochs": (Normed, lambda: StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)),
 }
 

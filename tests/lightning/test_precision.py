@@ -72,6 +72,26 @@ def test_a_plain_scaler_is_taken_as_settings_and_another_class_as_it_is() -> Non
     assert precision.scaler is own
 
 
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true", "16-true"])
+def test_what_is_complex_stays_so_in_a_true_precision(precision: Any, tmp_path: Any) -> None:
+    """Under DDP, 64-true leaves it alone and the others take the real part."""
+
+    class Rotated(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.phase = torch.nn.Parameter(torch.polar(torch.ones(12), torch.arange(12.0)))
+            self.register_buffer("turns", torch.polar(torch.ones(12), torch.arange(12.0)))
+
+    model = Rotated()
+    before = model.phase.detach().clone()
+    MFSDPPrecision(precision).cast_module(model)
+    assert model.phase.dtype == model.turns.dtype == torch.complex64
+    assert torch.equal(model.phase.detach(), before)
+    assert model.head.weight.dtype == {"64-true": torch.float64, "16-true": torch.float16}.get(
+        precision, torch.bfloat16
+    )
+
+
 def test_inputs_follow_the_true_precisions_only() -> None:
     batch = {"x": torch.ones(2), "y": [torch.ones(2, dtype=torch.int64)]}
     for name, dtype in {"16-true": torch.float16, "64-true": torch.float64, "bf16-mixed": torch.float32}.items():

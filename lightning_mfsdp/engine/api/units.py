@@ -17,8 +17,9 @@ from lightning_mfsdp.engine.comm.mesh import are_alike, resolve_mesh
 from lightning_mfsdp.engine.core.conversion import gradient_hooks_by_site, unshard_unit
 from lightning_mfsdp.engine.core.gradient_hooks import take_gradient_hooks
 from lightning_mfsdp.engine.core.group import place_of
-from lightning_mfsdp.engine.core.inspect import context_of, unsharded_parameters
+from lightning_mfsdp.engine.core.inspect import context_of, is_copy, unsharded_parameters
 from lightning_mfsdp.engine.core.parameter import UnshardedParameter
+from lightning_mfsdp.engine.core.sharded_tensor import ShardedTensor
 from lightning_mfsdp.engine.core.unit import Unit, unit_of
 
 __all__ = ["fully_shard_units", "shard_added"]
@@ -108,6 +109,7 @@ def shard_added(
             f"shard_added: since {type(module).__name__} was sharded, other parameters came into it on this rank ({list(added)[:4]}) than "
             "on another; expected the same model on all ranks. Replace and add layers on all of them"
         )
+    _make_whole(module)
     _settle(module, options)
     for parameter in module.parameters():
         if isinstance(parameter, UnshardedParameter):  # from before sharding, shown again by a module that has come
@@ -133,6 +135,18 @@ def shard_added(
         if (place := place_of(table[key])) is not None:
             take_gradient_hooks(*place, hooks_of_parameter)
     return count
+
+
+def _make_whole(root: nn.Module) -> None:
+    """Put plain parameters in place of those that were made of sharded tensors: `nn.Parameter(layer.weight.detach())`. Collective."""
+    whole: dict[int, nn.Parameter] = {}
+    for module in root.modules():
+        for key, parameter in module._parameters.items():
+            if isinstance(parameter, ShardedTensor) and is_copy(parameter):
+                if id(parameter) not in whole:
+                    value = parameter.detach().full_tensor().clone()
+                    whole[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+                module._parameters[key] = whole[id(parameter)]
 
 
 def _settle(root: nn.Module, options: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from lightning_mfsdp.engine.core.context import Context
 from lightning_mfsdp.engine.core.group import ParameterGroup, owner_of, place_of
 from lightning_mfsdp.engine.core.parameter import Entry
 from lightning_mfsdp.engine.core.piece import Piece
+from lightning_mfsdp.engine.core.sharded_parameter import ShardedParameter
 from lightning_mfsdp.engine.core.sharded_tensor import ShardedTensor
 from lightning_mfsdp.engine.core.unit import Unit, unit_of
 
@@ -23,6 +24,7 @@ __all__ = [
     "context_of",
     "flat_gradients",
     "gradients_at_hand",
+    "is_copy",
     "is_sharded",
     "local_gradients",
     "placed_as",
@@ -187,13 +189,19 @@ def placed_as(rows: Tensor, like: Tensor) -> Tensor:
 
 
 def unsharded_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters that came into a sharded module later, by name, without those in `ignored_parameters`."""
+    """Parameters that came into a sharded module later, by each of their names, without those in `ignored_parameters`."""
     ignored = context_of(module).ignored
     return {
         name: parameter
-        for name, parameter in module.named_parameters()
-        if place_of(parameter) is None and (id(parameter) not in ignored or ignored[id(parameter)]() is not parameter)
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if (place_of(parameter) is None or is_copy(parameter))
+        and (id(parameter) not in ignored or ignored[id(parameter)]() is not parameter)
     }
+
+
+def is_copy(parameter: Tensor) -> bool:
+    """Whether a program has made it of a sharded tensor, `nn.Parameter(layer.weight.detach().clone())`, so that no unit has it."""
+    return isinstance(parameter, ShardedTensor) and not isinstance(parameter, ShardedParameter)
 
 
 def refuse_unsharded(module: nn.Module) -> None:

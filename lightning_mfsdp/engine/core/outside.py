@@ -107,7 +107,8 @@ def use_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     ]
 
     def kept(tensor: Tensor) -> Tensor:
-        if tensor.grad_fn is not None:
+        # Of a view that was made without gradients autograd does not admit the question.
+        if groups and tensor.grad_fn is not None:
             for group in groups.values():
                 tensor.grad_fn.register_prehook(_beginning(group))
         for seen in wholes if returned else ():

@@ -684,4 +684,6 @@ def _named(shown: object, entry: Entry) -> str:
     """What is found where a module showed an entry, for messages."""
     if isinstance(shown, ShardedParameter) and shown._local is entry.local:
         return f"its rows in {str(shown.dtype).removeprefix('torch.')} on {shown.device}"
+    if isinstance(shown, ShardedParameter):
+        return f"parameter {shown.described}, to which it was tied since. Call unshard_model(module) on all ranks before you tie them"
     return "a foreign DTensor" if isinstance(shown, DTensor) else type(shown).__name__
