@@ -19,6 +19,7 @@ from lightning_mfsdp._lightning_api import (
     Callback,
     LightningOptimizer,
     ModelCheckpoint,
+    PossibleUserWarning,
     SIGTERMException,
     TorchCheckpointIO,
     TrainerFn,
@@ -367,6 +368,14 @@ class CheckpointingStrategy(ProcessStrategy):
         # Stopped before the first batch of an epoch, whose loaders have drawn their random numbers.
         at_its_start = epochs["processed"] < epochs["started"] == epochs["ready"] and not progress["current"]["ready"]
         own_state = self._state_of_place(states) if states else None
+        if inside and epochs["ready"] == epochs["completed"]:
+            rank_zero_warn(
+                "the checkpoint was saved after a fit that had ended within an epoch (max_steps, max_time), which Lightning counts as "
+                f"complete: the rest of epoch {epochs['ready'] - 1} is trained as epoch {epochs['ready']}, so shuffling, schedulers and "
+                "hooks of later epochs are not those of a run that was never interrupted. For those save while the fit runs, such as with "
+                "ModelCheckpoint(every_n_train_steps=...)",
+                category=PossibleUserWarning,
+            )
 
         def restore_random() -> None:
             if own_state is not None:

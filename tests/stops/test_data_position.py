@@ -111,7 +111,10 @@ def went_on_and_resumed(rank: int, world: int, folder: str) -> dict[Any, Any]:
             found["resumed twice"] = whole[2:], fit(world, make, f"{folder}/again.ckpt")
             fit(world, make, None, max_steps=1, default_root_dir=folder)
             # For Lightning the epoch that was stopped is over, and its rest belongs to the next one.
-            found["stopped by max_steps"] = whole[2:3], fit(world, make, f"{folder}/stopped.ckpt")
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                found["stopped by max_steps"] = whole[2:3], fit(world, make, f"{folder}/stopped.ckpt")
+            found["said"] = [str(each.message) for each in warned if "ended within an epoch" in str(each.message)]
             found["order"] = [[int(row[0]) for row in batch] for (batch,) in whole]
     return found
 
@@ -130,6 +133,13 @@ def test_what_was_not_read_is_read(runs: Any, case: Any) -> None:
             expected, resumed = ([[row[0] for row in batch] for (batch,) in read] for read in (expected, resumed))
         assert expected, "something is left to be read"
         assert resumed == expected
+
+
+def test_a_checkpoint_of_an_epoch_that_lightning_counts_as_complete_is_told(runs: Any) -> None:
+    first, second = (found["said"] for found in runs[0])
+    assert len(first) == 1
+    assert "the rest of epoch 0 is trained as epoch 1" in first[0]
+    assert not second
 
 
 def test_the_order_is_that_of_a_distributed_sampler(runs: Any) -> None:
