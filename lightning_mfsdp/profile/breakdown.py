@@ -180,6 +180,7 @@ def _break_down_host(result: Breakdown, trace: Trace, window: list[Interval]) ->
             by_name.setdefault(name, []).append(event)
     for name, events in by_name.items():
         result.host[name] = length(common(_intervals(events), window)) / result.steps
+    named = merged((event.start, event.end) for events in by_name.values() for event in events)
     end, data = _intervals(trace.named(END)), common(_intervals(trace.named(NEXT_BATCH)), window)
     threads = {event.lane for event in (*trace.operators, *trace.ranges)}  # of the program: NCCL has others, which wait
     waits = [
@@ -191,6 +192,7 @@ def _break_down_host(result: Breakdown, trace: Trace, window: list[Interval]) ->
         and not contains(end, event.start)
     ]
     waiting = without(common(_intervals(waits), window), data)
+    result.host["the rest"] = length(without(window, merged([*data, *end, *named]))) / result.steps
     result.for_data, result.waiting = length(data) / result.steps, length(waiting) / result.steps
     result.at_work = length(without(window, merged([*data, *waiting, *end]))) / result.steps
     counts = Counter(_operators_around(trace.operators, waits))

@@ -47,6 +47,7 @@ def _rows_of_device(found: Breakdown) -> Iterator[tuple[str, ...]]:
 
 def _rows_of_host(found: Breakdown) -> Iterator[tuple[str, ...]]:
     parts = {name.removeprefix("mfsdp "): time for name, time in found.host.items()} | {"next batch": found.for_data}
+    parts["the rest"] = parts.pop("the rest", 0.0)  # forward, backward and the loop
     for name, time in parts.items():
         yield name, _ms(time), f"{time / found.step:.1%}"
 

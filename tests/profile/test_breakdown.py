@@ -216,8 +216,10 @@ def test_a_trace_without_steps_is_one_and_one_without_a_device_shows_the_host(tm
     assert (found.steps, found.step) == (1, 186)
     host = break_down(read_trace(write(tmp_path, [entry("user_annotation", *one) for one in RANGES])))
     assert not host.has_device
-    assert host.host == {"mfsdp gather": 1, "mfsdp reduce": 1, "mfsdp optimizer": 2.5}
-    assert "nothing ran on a GPU" in report(host, "trace")
+    assert host.host == {"mfsdp gather": 1, "mfsdp reduce": 1, "mfsdp optimizer": 2.5, "the rest": 90.5}
+    said = report(host, "trace").splitlines()
+    assert "nothing ran on a GPU" in said[1]
+    assert [line.split()[0] for line in said[2:]] == ["gather", "reduce", "optimizer", "next", "the"]
 
 
 def test_tables_of_the_command_have_the_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

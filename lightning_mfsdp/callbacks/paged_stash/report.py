@@ -42,10 +42,16 @@ def report_sizes(stash: RowStash, recorded: StashStatistics | None) -> None:
         f"{readable_bytes(recorded.ordinary_bytes)}"
     )
     if saved < _WORTH * recorded.ordinary_bytes:
-        rank_zero_warn(
-            f"PagedStash does not pay here: {costs}. It pays where buffers are larger than what lives in them (experts divided over ranks "
-            'with expert_dispatcher="all_gather", which have a static capacity) or with host_factor; else leave it out'
+        why = (
+            "It pays where buffers are larger than what lives in them (experts divided over ranks with "
+            'expert_dispatcher="all_gather", which have a static capacity) or with host_factor; else leave it out'
         )
+        if recorded.live_rows < (1 - _WORTH) * recorded.capacity_rows:
+            why = (
+                "Its pages have more rows than are live, as in a small model: a page has room for page_rows of them, and there are "
+                "device_factor times as many as were needed. Lower these, or leave it out"
+            )
+        rank_zero_warn(f"PagedStash does not pay here: {costs}. {why}")
     else:
         rank_zero_info(f"PagedStash saves {readable_bytes(saved)}: {costs}")
 
