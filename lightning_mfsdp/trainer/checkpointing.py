@@ -372,8 +372,8 @@ class CheckpointingStrategy(ProcessStrategy):
             rank_zero_warn(
                 "the checkpoint was saved after a fit that had ended within an epoch (max_steps, max_time), which Lightning counts as "
                 f"complete: the rest of epoch {epochs['ready'] - 1} is trained as epoch {epochs['ready']}, so shuffling, schedulers and "
-                "hooks of later epochs are not those of a run that was never interrupted. For those save while the fit runs, such as with "
-                "ModelCheckpoint(every_n_train_steps=...)",
+                "hooks of later epochs are not those of a run that was never interrupted. Save while the fit runs where that matters, "
+                "with ModelCheckpoint(every_n_train_steps=...)",
                 category=PossibleUserWarning,
             )
 

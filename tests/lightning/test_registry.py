@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric import Fabric
-from lightning.fabric.plugins.environments import KubeflowEnvironment
+from lightning.fabric.plugins.environments import KubeflowEnvironment, TorchElasticEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
@@ -267,6 +267,16 @@ def test_another_number_of_processes_than_was_configured_is_an_error_before_any_
         make_trainer(tmp_path, 1, **options).fit(seeded(), loader(4))
     with pytest.raises(ValueError, match=message):
         Fabric(accelerator="cpu", devices=1, strategy=MFSDPFabricStrategy(), **options).launch()
+
+
+def test_a_process_that_was_given_no_device_is_told(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the second of `torchrun --nproc-per-node 2` with devices=1."""
+    for name, value in {"LOCAL_RANK": "1", "RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "run"}.items():
+        monkeypatch.setenv(name, value)
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "GROUP_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r'local rank 1 has no device: devices=1 was given, .* Pass devices="auto"'):
+        make_trainer(tmp_path, 1, plugins=[TorchElasticEnvironment()]).fit(seeded(), loader(4))
 
 
 def test_ranks_that_divide_a_batch_are_known_on_meshes_of_ones_own() -> None:

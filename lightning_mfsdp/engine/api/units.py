@@ -19,7 +19,6 @@ from lightning_mfsdp.engine.core.gradient_hooks import take_gradient_hooks
 from lightning_mfsdp.engine.core.group import place_of
 from lightning_mfsdp.engine.core.inspect import context_of, is_copy, unsharded_parameters
 from lightning_mfsdp.engine.core.parameter import UnshardedParameter
-from lightning_mfsdp.engine.core.sharded_tensor import ShardedTensor
 from lightning_mfsdp.engine.core.unit import Unit, unit_of
 
 __all__ = ["fully_shard_units", "shard_added"]
@@ -141,12 +140,13 @@ def _make_whole(root: nn.Module) -> None:
     """Put plain parameters in place of those that were made of sharded tensors: `nn.Parameter(layer.weight.detach())`. Collective."""
     whole: dict[int, nn.Parameter] = {}
     for module in root.modules():
-        for key, parameter in module._parameters.items():
-            if isinstance(parameter, ShardedTensor) and is_copy(parameter):
+        table: dict[str, Any] = module._parameters
+        for key, parameter in table.items():
+            if parameter is not None and is_copy(parameter):
                 if id(parameter) not in whole:
                     value = parameter.detach().full_tensor().clone()
                     whole[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
-                module._parameters[key] = whole[id(parameter)]
+                table[key] = whole[id(parameter)]
 
 
 def _settle(root: nn.Module, options: dict[str, Any]) -> None:

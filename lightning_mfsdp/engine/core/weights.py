@@ -576,7 +576,7 @@ class Weights:
                 f"parameter {entry.name} was replaced after fully_shard (expected its sharded DTensor, got "
                 f"{_named(shown, entry)}), by load_state_dict(assign=True), an assignment, functional_call with parameters of another "
                 "module (pass their detach()), or a conversion such as half() or cpu(). Assign before fully_shard and copy values in place "
-                "afterwards; convert it back, or call unshard_model(module) on the root"
+                "afterwards; convert it back, or call unshard_model(module) on the root, before parameters are tied, too"
             )
         self._show_at_rest()
         self.registered = False
@@ -685,5 +685,5 @@ def _named(shown: object, entry: Entry) -> str:
     if isinstance(shown, ShardedParameter) and shown._local is entry.local:
         return f"its rows in {str(shown.dtype).removeprefix('torch.')} on {shown.device}"
     if isinstance(shown, ShardedParameter):
-        return f"parameter {shown.described}, to which it was tied since. Call unshard_model(module) on all ranks before you tie them"
+        return f"parameter {shown.described}, to which it was tied"
     return "a foreign DTensor" if isinstance(shown, DTensor) else type(shown).__name__
