@@ -27,9 +27,7 @@ def start_for(owner: object, run: Callable[[threading.Event], None], name: str) 
     """
     ended = threading.Event()
     thread = threading.Thread(target=run, args=(ended,), name=name, daemon=True)
-    weakref.finalize(
-        owner, _end, os.getpid(), ended, thread
-    )  # also called at exit, before the interpreter is finalized
+    weakref.finalize(owner, _end, os.getpid(), ended, thread)  # called at exit, too, while threads still run
     thread.start()
 
 

@@ -576,3 +576,18 @@ def test_one_file_of_the_engine_knows_axes_by_their_names() -> None:
         if isinstance(node, ast.Compare) and any(map(is_a_name, (node.left, *node.comparators)))
     ]
     assert found == []
+
+
+# Daemon threads that are not ended with the interpreter, and why none of them comes back from C++ while it is finalized.
+OTHER_THREADS = {
+    "base/compat.py": "aborts communicators of a run that has failed",
+    "base/bounded.py": "asks a store that may not answer, in a run that has failed",
+    "launch/communication.py": "ends the process itself",
+    "launch/second_sigterm.py": "calls Python alone",
+    "launch/peers.py": "calls Python's sockets, and aborts communicators of a run that has failed",
+}
+
+
+def test_threads_that_may_call_pytorch_are_started_by_what_ends_them() -> None:
+    starts = {name_of(path) for path in FILES for call in calls(path) if is_attribute_call(call, "Thread")}
+    assert starts == {"base/threads.py", *OTHER_THREADS}
