@@ -337,7 +337,11 @@ def what_was_put_where_a_shard_was_stays(rank: int, world: int) -> None:
 def what_was_put_where_a_shard_was_is_named(rank: int, world: int) -> None:
     model, other = sharded(), sharded()
     own = model.first.weight
-    for new, named in ((other.first.weight, "a foreign DTensor"), (nn.Parameter(torch.zeros(6, 4)), "Parameter")):
+    for new, named in (
+        (other.first.weight, r"parameter first\.weight of unit \w+"),
+        (model.last.weight, r"parameter last\.weight of unit \w+"),  # tied since
+        (nn.Parameter(torch.zeros(6, 4)), "Parameter"),
+    ):
         model.first._parameters["weight"] = new
         with pytest.raises(EngineStateError, match=rf"first\.weight was replaced .*, got {named}\)"):
             model(torch.ones(3, 4))

@@ -685,5 +685,5 @@ def _named(shown: object, entry: Entry) -> str:
     if isinstance(shown, ShardedParameter) and shown._local is entry.local:
         return f"its rows in {str(shown.dtype).removeprefix('torch.')} on {shown.device}"
     if isinstance(shown, ShardedParameter):
-        return f"parameter {shown.described}, to which it was tied"
+        return f"parameter {shown.described}"
     return "a foreign DTensor" if isinstance(shown, DTensor) else type(shown).__name__
