@@ -173,9 +173,18 @@ def table_of_contents(everything: Sequence[Written], paths: Mapping[str, Any]) -
     counts: dict[str, int] = {}
     all_paths = dict(paths)
     results: list[WriteResult] = []
+    # Equal names and shapes are one object each, which is pickled once: of thousands of ranks they are most of the table.
+    names: dict[str, str] = {}
+    shapes: dict[tuple[int, ...], torch.Size] = {}
+
+    def shape_of(numbers: Sequence[int]) -> torch.Size:
+        key = tuple(numbers)
+        return shapes.get(key) or shapes.setdefault(key, torch.Size(key))
+
     for written in everything:
         all_paths.update(written.paths)
-        for name, bounds, file, at, length, transforms in written.rows:
+        for own_name, bounds, file, at, length, transforms in written.rows:
+            name = names.setdefault(own_name, own_name)
             place = compat.storage_info(file, at, length, transforms)
             if bounds is None:
                 entries[name] = BytesStorageMetadata()
@@ -186,7 +195,7 @@ def table_of_contents(everything: Sequence[Written], paths: Mapping[str, Any]) -
                 properties, size = written.tensors[name]
                 entry = entries[name] = TensorStorageMetadata(properties=properties, size=torch.Size(size), chunks=[])
                 counts[name] = 0
-            offsets, sizes = torch.Size(bounds[0]), torch.Size(bounds[1])
+            offsets, sizes = shape_of(bounds[0]), shape_of(bounds[1])
             results.append(WriteResult(MetadataIndex(name, offsets, len(entry.chunks)), length, place))
             entry.chunks.append(ChunkStorageMetadata(offsets, sizes))
             counts[name] += sizes.numel()
