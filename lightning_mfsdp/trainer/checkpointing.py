@@ -371,9 +371,9 @@ class CheckpointingStrategy(ProcessStrategy):
         if inside and epochs["ready"] == epochs["completed"]:
             rank_zero_warn(
                 "the checkpoint was saved after a fit that had ended within an epoch (max_steps, max_time), which Lightning counts as "
-                f"complete: the rest of epoch {epochs['ready'] - 1} is trained as epoch {epochs['ready']}, so shuffling, schedulers and "
-                "hooks of later epochs are not those of a run that was never interrupted. Save while the fit runs where that matters, "
-                "with ModelCheckpoint(every_n_train_steps=...)",
+                f"complete: the rest of epoch {epochs['ready'] - 1} is trained as epoch {epochs['ready']}, so max_epochs is reached "
+                "earlier, and shuffling, schedulers and hooks are not those of a run that was never interrupted. Save while the fit runs "
+                "where that matters, with ModelCheckpoint(every_n_train_steps=...)",
                 category=PossibleUserWarning,
             )
 

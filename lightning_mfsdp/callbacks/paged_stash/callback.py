@@ -283,7 +283,10 @@ def _shortage(stash: RowStash) -> tuple[str, str]:
         cure.append("there will be more pages for the next. Raise device_factor or host_factor to avoid it")
     if stash.needed_capacity:
         what.append("experts had more rows than their buffers hold")
-        cure.append(f"capacity_factor={stash.needed_capacity:.2f} would have been enough, so give at least that")
+        cure.append(
+            f"capacity_factor={stash.needed_capacity:.2f} would have been enough. Buffers do not grow by themselves: give more than the "
+            "largest factor that was needed so far"
+        )
     return " and ".join(what), "; ".join(cure)
 
 

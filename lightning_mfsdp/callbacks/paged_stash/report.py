@@ -48,8 +48,8 @@ def report_sizes(stash: RowStash, recorded: StashStatistics | None) -> None:
         )
         if recorded.live_rows < (1 - _WORTH) * recorded.capacity_rows:
             why = (
-                "Its pages have more rows than are live, as in a small model: a page has room for page_rows of them, and there are "
-                "device_factor times as many as were needed. Lower these, or leave it out"
+                f"Its pages have more rows than are live, as in a small model: a page has room for page_rows={stash.config.page_rows}, and "
+                f"there are device_factor={stash.config.device_factor:g} times as many as were needed. Lower these, or leave it out"
             )
         rank_zero_warn(f"PagedStash does not pay here: {costs}. {why}")
     else:
