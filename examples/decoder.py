@@ -78,6 +78,12 @@ class DecoderConfig:
         """Head width E."""
         return self.dim // self.heads
 
+    @property
+    def multiplied(self) -> int:
+        """Numbers in weights that each token is multiplied with: all but the embedding, and norms."""
+        attention = 2 * self.dim * self.head_dim * (self.heads + self.kv_heads)
+        return self.layers * (attention + 3 * self.dim * self.ffn) + self.vocab * self.dim
+
 
 PRESETS: dict[str, DecoderConfig] = {
     "tiny": DecoderConfig(dim=256, layers=4, heads=4, kv_heads=4, ffn=704, vocab=1024, seq=128),

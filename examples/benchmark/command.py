@@ -14,12 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from examples.benchmark.engines import Options
-from examples.decoder import PRESETS
+from examples.benchmark.engines import MICROBATCH, Options
+from examples.benchmark.flops import H100_BF16_TFLOPS, trained_flops
 
 __all__ = ["MICROBATCH", "Plan", "result_of", "run", "stamp"]
-
-MICROBATCH = {"tiny": 2, "300m": 4, "1b": 2, "8b": 1}
 
 
 class Plan(argparse.Namespace):
@@ -62,10 +60,15 @@ def result_of(
     curve = torch.stack(list(losses))
     dist.all_reduce(curve, op=dist.ReduceOp.AVG)
     free, total = torch.cuda.mem_get_info()
-    tokens = MICROBATCH[options.size] * PRESETS[options.size].seq * plan.accumulation
+    config = options.config
+    tokens = options.microbatch * config.seq * plan.accumulation
+    flops = tokens * trained_flops(config.multiplied, config.layers, config.dim, config.seq)
+    tflops = flops / step_ms / 1e9
     return {
         "engine": engine,
         "size": options.size,
+        "layers": config.layers,
+        "seq": config.seq,
         "world": dist.get_world_size(),
         "compiled": options.compiled,
         "reduce": str(options.reduce_dtype).removeprefix("torch."),
@@ -77,6 +80,8 @@ def result_of(
         "median_ms": round(median(times), 2),
         "host_ms": round(median(host) * 1e3, 2),
         "tokens_per_s_gpu": round(tokens / step_ms * 1e3),
+        "tflops_gpu": round(tflops, 1),
+        "mfu": round(tflops / H100_BF16_TFLOPS, 3),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         "reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2),
         "device_gib": round((total - free) / 2**30, 2),
@@ -91,6 +96,9 @@ def run(
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engine", choices=names)
     parser.add_argument("sizes", help="comma-separated presets")
+    parser.add_argument("--layers", type=int, default=0, help="blocks; the preset's if not given")
+    parser.add_argument("--seq", type=int, default=0, help="tokens in a row; the preset's if not given")
+    parser.add_argument("--rows", type=int, default=0, help="rows of a microbatch")
     parser.add_argument("--compile", action="store_true", help="torch.compile each block")
     parser.add_argument("--reduce", choices=["float32", "bfloat16"], default="float32", help="gradients on the wire")
     parser.add_argument(
@@ -112,6 +120,9 @@ def run(
     for size in plan.sizes.split(","):
         options = Options(
             size=size,
+            layers=plan.layers,
+            seq=plan.seq,
+            rows=plan.rows,
             compiled=plan.compile,
             reduce_dtype=getattr(torch, plan.reduce),
             clip=plan.clip,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,10 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from examples.decoder import PRESETS, Decoder
+from examples.decoder import PRESETS, Decoder, DecoderConfig
 
 if TYPE_CHECKING:
     from lightning_mfsdp import MixedPrecisionPolicy
+
+
+MICROBATCH = {"tiny": 2, "300m": 4, "1b": 2, "8b": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,9 @@ class Options:
 
     Attributes:
         size: Name of a decoder preset.
+        layers: Number of blocks; 0: the preset's.
+        seq: Tokens in a row; 0: the preset's.
+        rows: Rows of a microbatch; 0: as many as the size has in `MICROBATCH`.
         compiled: `torch.compile` each block.
         reduce_dtype: Gradients on the wire.
         clip: Largest gradient norm, or 0 for no clipping.
@@ -37,11 +43,25 @@ class Options:
     """
 
     size: str
+    layers: int = 0
+    seq: int = 0
+    rows: int = 0
     compiled: bool = False
     reduce_dtype: torch.dtype = torch.float32
     clip: float = 0.0
     seed: int = 0
     recipe: str = "current"
+
+    @property
+    def config(self) -> DecoderConfig:
+        """The sizes of the model."""
+        preset = PRESETS[self.size]
+        return replace(preset, layers=self.layers or preset.layers, seq=self.seq or preset.seq)
+
+    @property
+    def microbatch(self) -> int:
+        """How many rows it has."""
+        return self.rows or MICROBATCH[self.size]
 
 
 def _backward(loss: Tensor) -> None:
@@ -71,7 +91,7 @@ def build(options: Options, device: torch.device, dtype: torch.dtype = torch.flo
     """The decoder with the same numbers in every engine."""
     torch.manual_seed(options.seed)
     with torch.device(device):
-        model = Decoder(PRESETS[options.size])
+        model = Decoder(options.config)
     return model.to(dtype)
 
 
@@ -121,6 +141,7 @@ def mfsdp(
     joined: bool = True,
     direct: bool | Literal["auto"] = "auto",
     offload: Literal["optimizer"] | None = None,
+    keep_sharded: bool = False,
 ) -> Engine:
     """This package, with small blocks joined as the strategy joins them.
 
@@ -133,6 +154,7 @@ def mfsdp(
         joined: Small blocks share a unit; only the 300m preset has some.
         direct: Linear layers write weight gradients into the buckets.
         offload: Main weights and optimizer state rest in host memory.
+        keep_sharded: Each microbatch's gradients are reduced, so that they accumulate sharded.
     """
     from lightning_mfsdp import MixedPrecisionPolicy
 
@@ -144,7 +166,15 @@ def mfsdp(
         compute_dtype=torch.bfloat16, grad_comm_dtype=options.reduce_dtype, direct_weight_gradients=direct
     )
     return sharded_by_mfsdp(
-        model, options, policy, joined=joined, sharding=sharding, symmetric=symmetric, reshard=reshard, offload=offload
+        model,
+        options,
+        policy,
+        joined=joined,
+        sharding=sharding,
+        symmetric=symmetric,
+        reshard=reshard,
+        offload=offload,
+        keep_sharded=keep_sharded,
     )
 
 
@@ -156,6 +186,7 @@ def sharded_by_mfsdp(
     joined: bool = True,
     symmetric: bool = False,
     reshard: bool | Literal["auto"] = True,
+    keep_sharded: bool = False,
     **more: Any,
 ) -> Engine:
     """A model with an embedding, blocks and a head, sharded by this package; `more` is for `fully_shard`."""
@@ -176,7 +207,7 @@ def sharded_by_mfsdp(
     return Engine(
         forward=model,
         step=step,
-        no_sync=lambda: no_sync(model),
+        no_sync=lambda: no_sync(model, keep_sharded=keep_sharded),
         capture=lambda whole: capture_step(whole, model, optimizer),
     )
 
@@ -188,6 +219,7 @@ ENGINES: dict[str, Callable[[Options, torch.device], Engine]] = {
     "mfsdp-symm": partial(mfsdp, symmetric=True),
     "mfsdp-symm-usual": partial(mfsdp, symmetric=True, direct=False),
     "mfsdp-symm-auto": partial(mfsdp, symmetric=True, reshard="auto"),
+    "mfsdp-symm-auto-sharded": partial(mfsdp, symmetric=True, reshard="auto", keep_sharded=True),
     "mfsdp-offload": partial(mfsdp, offload="optimizer"),
     "mfsdp-zero2": partial(mfsdp, sharding="optim_grads"),
 }

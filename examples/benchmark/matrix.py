@@ -15,6 +15,7 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -49,9 +50,16 @@ def run_one(
 ) -> tuple[list[dict[str, object]], str]:
     """Results of one engine, and what went wrong if something did."""
     script = "through_trainer.py" if engine.startswith("trainer:") else "train.py"
+    return run_script(script, [engine.removeprefix("trainer:"), sizes, *options], processes, timeout_s)
+
+
+def run_script(
+    script: str, arguments: Sequence[str], processes: int, timeout_s: float
+) -> tuple[list[dict[str, object]], str]:
+    """The RESULT lines of a script of this folder under torchrun, and what went wrong if something did."""
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"),
-        *(str(HERE / script), engine.removeprefix("trainer:"), sizes, *options),
+        *(str(HERE / script), *arguments),
     ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -51,6 +52,7 @@ def fsdp2(
     symmetric: bool = False,
     blocks_per_unit: int = 1,
     offload: bool = False,
+    always_synced: bool = False,
 ) -> Engine:
     """Torch's `fully_shard`.
 
@@ -61,10 +63,14 @@ def fsdp2(
         symmetric: Gathers and reductions on symmetric memory.
         blocks_per_unit: So many blocks as one unit.
         offload: Parameters, gradients and state in pinned host memory; the CPU runs the same fused optimizer.
+        always_synced: Each microbatch's gradients are reduced, so that they accumulate sharded.
     """
     model = build(options, device)
     compile_blocks(model, options)
-    return fsdp2_of(model, options, tuned=tuned, symmetric=symmetric, blocks_per_unit=blocks_per_unit, offload=offload)
+    engine = fsdp2_of(
+        model, options, tuned=tuned, symmetric=symmetric, blocks_per_unit=blocks_per_unit, offload=offload
+    )
+    return replace(engine, no_sync=nullcontext) if always_synced else engine
 
 
 def fsdp2_of(
@@ -201,6 +207,7 @@ PEERS: dict[str, Callable[[Options, torch.device], Engine]] = {
     "fsdp2-tuned": partial(fsdp2, tuned=True),
     "fsdp2-tuned-joined": partial(fsdp2, tuned=True, blocks_per_unit=3),
     "fsdp2-tuned-symm": partial(fsdp2, tuned=True, symmetric=True),
+    "fsdp2-tuned-sharded": partial(fsdp2, tuned=True, always_synced=True),
     "fsdp2-offload": partial(fsdp2, tuned=True, offload=True),
     "megatron-v1": megatron_v1,
     "megatron-v2": megatron_v2,

@@ -2,12 +2,13 @@
 
     torchrun --standalone --nproc_per_node=1 examples/benchmark/qlora.py mfsdp
     torchrun --standalone --nproc_per_node=2 examples/benchmark/qlora.py mfsdp --checkpoint
+    torchrun --standalone --nproc_per_node=1 examples/benchmark/qlora.py mfsdp --base bf16 --rows 2 --accumulation 16 --compile
     python examples/benchmark/qlora.py mfsdp --tiny
 
-Needs bitsandbytes, transformers and peft. The model has the shapes of Llama 3 8B and random weights, which are drawn and packed one layer
-at a time, on the device. Adapters of rank 16 are at all projections. Strategies: mfsdp, mfsdp-no-shard, ddp, single (for one process).
-`--base bf16` leaves the base model as it is. `--tiny` is a small model that a CPU trains in seconds. Rank 0 prints one JSON line that
-starts with RESULT.
+Needs transformers and peft, and bitsandbytes for a base in 4 bits. The model has the shapes of Llama 3 8B and random weights, which are
+drawn and packed one layer at a time, on the device. Adapters of rank 16 are at all projections. Strategies: mfsdp, mfsdp-no-shard, ddp,
+single (for one process). `--base bf16` leaves the base model as it is, `--compile` compiles each decoder layer. `--tiny` is a small model
+that a CPU trains in seconds. Rank 0 prints one JSON line that starts with RESULT.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import bitsandbytes
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from examples.benchmark.flops import H100_BF16_TFLOPS, adapted_flops
 from lightning_mfsdp import MFSDPStrategy
 
 STRATEGIES = ("mfsdp", "mfsdp-no-shard", "ddp", "single")
@@ -64,6 +65,8 @@ TINY = LlamaConfig(
 
 def packed(layer: nn.Linear, device: torch.device) -> nn.Linear:
     """A layer in its place, with random weights in NF4 whose scales are quantized, too."""
+    import bitsandbytes
+
     made = bitsandbytes.nn.Linear4bit(
         layer.in_features,
         layer.out_features,
@@ -119,6 +122,9 @@ class Adapted(LightningModule):
             base.gradient_checkpointing_enable({"use_reentrant": False})
         adapters = LoraConfig(r=16, lora_alpha=32, target_modules=PROJECTIONS)
         self.model = get_peft_model(base, adapters)
+        if self.options.compile:
+            for layer in base.model.layers:
+                layer.compile()
 
     def training_step(self, batch: list[Tensor], batch_index: int) -> Tensor:
         """Mean loss of the microbatch."""
@@ -131,16 +137,24 @@ class Adapted(LightningModule):
         return torch.optim.AdamW(trained, lr=1e-4)
 
 
+def linears_of(config: LlamaConfig) -> list[nn.Linear]:
+    """All linear layers of a model, without memory."""
+    with torch.device("meta"):
+        return [layer for layer in AutoModelForCausalLM.from_config(config).modules() if isinstance(layer, nn.Linear)]
+
+
 class Timed(Callback):
     """When each step began; losses stay on the device."""
 
-    def __init__(self, warmup: int) -> None:
-        self.warmup = warmup
+    def __init__(self, warmup: int, accumulation: int) -> None:
+        self.warmup, self.accumulation = warmup, accumulation
         self.starts: list[float] = []
         self.losses: list[Tensor] = []
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_index: int) -> None:
-        """Wait for the device, and note the time; memory counts from the first timed step."""
+        """Wait for the device at the start of a step, and note the time; memory counts from the first timed one."""
+        if batch_index % self.accumulation:
+            return
         if torch.cuda.is_available():
             torch.cuda.synchronize()
             if len(self.starts) == self.warmup:
@@ -148,8 +162,8 @@ class Timed(Callback):
         self.starts.append(time.perf_counter())
 
     def on_before_backward(self, trainer: Trainer, module: LightningModule, loss: Tensor) -> None:
-        """Keep the loss."""
-        self.losses.append(loss.detach())
+        """Keep the loss, as it was before Lightning divided it by the number of microbatches."""
+        self.losses.append(loss.detach() * self.accumulation)
 
 
 def device_of(options: argparse.Namespace) -> torch.device:
@@ -172,37 +186,48 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
     config, steps = (TINY if options.tiny else LLAMA_8B), options.warmup + options.steps + 1
     seq = 32 if options.tiny else options.seq
     torch.manual_seed(0)
-    rows = torch.randint(config.vocab_size, (steps * options.microbatch * world, seq))
-    timed, module = Timed(options.warmup), Adapted(options)
+    microbatches = steps * options.accumulation
+    rows = torch.randint(config.vocab_size, (microbatches * options.rows * world, seq))
+    timed, module = Timed(options.warmup, options.accumulation), Adapted(options)
     trainer = Trainer(
         accelerator="cpu" if options.tiny else "gpu",
         devices=world,
         strategy=strategy_of(options.strategy, device),
         precision="bf16-mixed",
         max_steps=steps,
+        accumulate_grad_batches=options.accumulation,
         callbacks=[timed],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, DataLoader(TensorDataset(rows), batch_size=options.microbatch))
+    trainer.fit(module, DataLoader(TensorDataset(rows), batch_size=options.rows))
     times = [after - before for before, after in pairwise(timed.starts[options.warmup :])]
     losses = torch.stack(timed.losses)
     if dist.is_initialized() and world > 1:
         dist.all_reduce(losses)
         losses /= world
     on_gpu = device.type == "cuda"
+    trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    tokens = options.rows * seq * options.accumulation * len(times) / sum(times)
+    multiplied = sum(layer.weight.numel() for layer in linears_of(config))
+    flops = adapted_flops(multiplied, trained, config.num_hidden_layers, config.hidden_size, seq)
+    tflops = tokens * flops / 1e12
     return {
         "engine": f"trainer:{options.strategy}",
         "size": "tiny" if options.tiny else "llama-8b",
         "base": options.base,
         "world": world,
         "checkpoint": options.checkpoint,
-        "trained": sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad),
+        "trained": trained,
+        "compiled": options.compile,
+        "accumulation": options.accumulation,
         "step_ms": round(sum(times) / len(times) * 1e3, 2),
         "median_ms": round(median(times) * 1e3, 2),
-        "tokens_per_s_gpu": round(options.microbatch * seq * len(times) / sum(times)),
+        "tokens_per_s_gpu": round(tokens),
+        "tflops_gpu": round(tflops, 1),
+        "mfu": round(tflops / H100_BF16_TFLOPS, 3),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if on_gpu else None,
         "reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2) if on_gpu else None,
         "losses": [round(value, 4) for value in losses.tolist()[:: max(1, len(losses) // 6)]],
@@ -216,7 +241,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--base", choices=["nf4", "bf16"], default="nf4", help="how the base model is stored")
     parser.add_argument("--checkpoint", action="store_true", help="recompute each decoder layer in backward")
     parser.add_argument("--seq", type=int, default=4096, help="tokens in a row")
-    parser.add_argument("--microbatch", type=int, default=1, help="rows of a process in a step")
+    parser.add_argument("--rows", type=int, default=1, help="rows of a microbatch")
+    parser.add_argument("--accumulation", type=int, default=1, help="microbatches a step")
+    parser.add_argument("--compile", action="store_true", help="torch.compile each decoder layer")
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--tiny", action="store_true", help="a small model on the CPU")

@@ -16,7 +16,7 @@ _COLUMNS = ("size", "engine", "step ms", "tokens/s/GPU", "/ FSDP2", "limit /", "
 
 def same_work(one: Result, other: Result) -> bool:
     """Whether two results differ in the engine alone."""
-    return all(one[key] == other[key] for key in ("size", "world", "compiled", "accumulation"))
+    return all(one[key] == other[key] for key in ("size", "layers", "seq", "world", "compiled", "accumulation"))
 
 
 def ratio_to(results: Sequence[Result], result: Result, engines: Sequence[str]) -> float | None:

@@ -26,7 +26,6 @@ from torch import Tensor
 from examples.benchmark.engines import Engine, Options, limit_of, sharded_by_mfsdp
 from examples.benchmark.peers import fsdp2_of, megatron_v1_of
 from examples.benchmark.te_decoder import TeBlock, TeDecoder
-from examples.decoder import PRESETS
 
 __all__ = ["TE_ENGINES", "decoder", "mfsdp_te"]
 
@@ -54,7 +53,7 @@ def decoder(
     if options.compiled:
         raise SystemExit("Error: modules of Transformer Engine are measured as they are, without --compile")
     torch.manual_seed(options.seed)
-    model = TeDecoder(te, PRESETS[options.size], device, fused=fused)
+    model = TeDecoder(te, options.config, device, fused=fused)
     return model if dtype is torch.bfloat16 else model.to(dtype)
 
 

@@ -2,7 +2,8 @@
 
     torchrun --standalone --nproc_per_node=4 examples/benchmark/through_trainer.py mfsdp 300m,1b
 
-Strategies: mfsdp, mfsdp-no-shard (sharding="no_shard"), fsdp (FSDPStrategy, a unit for each block), model-parallel (ModelParallelStrategy
+Strategies: mfsdp, mfsdp-tuned (symmetric memory, spare memory for fewer gathers, gradients sharded while they accumulate),
+mfsdp-no-shard (sharding="no_shard"), fsdp (FSDPStrategy, a unit for each block), model-parallel (ModelParallelStrategy
 with FSDP2's fully_shard on each block), ddp, single (SingleDeviceStrategy, for one process). Rank 0 prints one JSON line for each size,
 starting with RESULT, in the format of train.py.
 """
@@ -25,13 +26,14 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Si
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from examples.benchmark.command import MICROBATCH, Plan, result_of, run, stamp
+from examples.benchmark.command import Plan, result_of, run, stamp
 from examples.benchmark.engines import Options, adamw, build
-from examples.decoder import PRESETS, Block, next_token_loss
+from examples.decoder import Block, next_token_loss
 from lightning_mfsdp import MFSDPStrategy, MixedPrecisionPolicy
 
-STRATEGIES = ("mfsdp", "mfsdp-no-shard", "fsdp", "model-parallel", "ddp", "single")
-MIXED_BY_TRAINER = ("mfsdp", "mfsdp-no-shard", "ddp", "single")  # the others are given dtypes of their own
+STRATEGIES = ("mfsdp", "mfsdp-tuned", "mfsdp-no-shard", "fsdp", "model-parallel", "ddp", "single")
+# The others are given dtypes of their own.
+MIXED_BY_TRAINER = ("mfsdp", "mfsdp-tuned", "mfsdp-no-shard", "ddp", "single")
 
 
 class Timed(Callback):
@@ -109,7 +111,10 @@ def strategy_of(name: str, options: Options, *, graph: bool) -> Strategy | str:
     if name.startswith("mfsdp"):
         policy = MixedPrecisionPolicy(compute_dtype=torch.bfloat16, grad_comm_dtype=options.reduce_dtype)
         sharding = "no_shard" if name == "mfsdp-no-shard" else "optim_grads_params"
-        return MFSDPStrategy(sharding=sharding, policy=policy, cuda_graph=graph)
+        tuned: dict[str, Any] = {}
+        if name == "mfsdp-tuned":
+            tuned = {"symmetric_memory": True, "reshard_after_forward": "auto", "accumulation": "sharded"}
+        return MFSDPStrategy(sharding=sharding, policy=policy, cuda_graph=graph, **tuned)
     if graph:
         raise SystemExit(f"Error: {name} cannot capture a step as a CUDA graph")
     if name == "fsdp":
@@ -130,8 +135,8 @@ def strategy_of(name: str, options: Options, *, graph: bool) -> Strategy | str:
 
 def measure(name: str, options: Options, plan: Plan) -> dict[str, object]:
     """One fit; figures as in train.py."""
-    config = PRESETS[options.size]
-    microbatch = MICROBATCH[options.size]
+    config = options.config
+    microbatch = options.microbatch
     generator = torch.Generator().manual_seed(1234 + dist.get_rank())
     rows = torch.randint(0, config.vocab, (4 * microbatch, config.seq + 1), generator=generator)
     data = rows.repeat(-(-(plan.warmup + plan.steps + 1) * plan.accumulation // 4), 1)

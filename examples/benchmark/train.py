@@ -17,20 +17,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from examples.benchmark.command import MICROBATCH, Plan, result_of, run, stamp
+from examples.benchmark.command import Plan, result_of, run, stamp
 from examples.benchmark.engines import ENGINES, Options
 from examples.benchmark.peers import PEERS
 from examples.benchmark.te_engines import TE_ENGINES
-from examples.decoder import PRESETS, next_token_loss
+from examples.decoder import next_token_loss
 
 
 def prepare(name: str, options: Options, plan: Plan) -> tuple[Callable[[Tensor], Tensor], Tensor]:
     """An engine's step, from token ids `[B, S + 1]` to the loss, and four batches of random ids."""
     device = torch.device("cuda", torch.cuda.current_device())
     engine = {**ENGINES, **PEERS, **TE_ENGINES}[name](options, device)
-    config = PRESETS[options.size]
+    config = options.config
     generator = torch.Generator(device).manual_seed(1234 + dist.get_rank())
-    shape = (4, MICROBATCH[options.size], config.seq + 1)
+    shape = (4, options.microbatch, config.seq + 1)
     data = torch.randint(0, config.vocab, shape, generator=generator, device=device)
 
     def whole(batch: Tensor) -> Tensor:

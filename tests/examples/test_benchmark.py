@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from examples.benchmark import context, logprobs, multi_token, recompute, tensor
+from examples.benchmark import context, logprobs, multi_token, recompute, record, tensor, through_trainer
 from examples.benchmark.engines import ENGINES, Options, build
+from examples.benchmark.flops import adapted_flops, trained_flops
 from examples.benchmark.host_time import BASE, BLOCKS, SUBJECTS, table
 from examples.benchmark.matrix import DEFAULT_ROWS, TE_ROWS, split_row
 from examples.benchmark.overlap import overlap
@@ -21,7 +22,7 @@ from examples.benchmark.peers import PEERS
 from examples.benchmark.precision_curves import NAMES, NUDGED, precision_of
 from examples.benchmark.report import ratio_to, write_report
 from examples.benchmark.te_engines import TE_ENGINES, decoder
-from examples.decoder import next_token_loss
+from examples.decoder import Decoder, next_token_loss
 from tests.helpers.distributed import run_distributed
 from tests.te import fake_engine
 from tests.te.test_training import kinds
@@ -30,7 +31,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def result(engine: str, step_ms: float, **options: Any) -> dict[str, Any]:
-    known = {"size": "1b", "world": 4, "compiled": False, "graph": False, "reduce": "float32", "clip": 0.0}
+    known = {
+        "size": "1b",
+        "layers": 24,
+        "seq": 4096,
+        "world": 4,
+        "compiled": False,
+        "graph": False,
+        "reduce": "float32",
+        "clip": 0.0,
+    }
     figures = {"median_ms": step_ms, "host_ms": 1.0, "tokens_per_s_gpu": 1000, "peak_gib": 2.0, "reserved_gib": 3.0}
     return {"engine": engine, "accumulation": 1, "step_ms": step_ms, **known, **figures, **options}
 
@@ -96,6 +106,36 @@ def test_a_ratio_compares_the_same_work_only() -> None:
     others = [result("fsdp2", 10.0, size="8b"), result("fsdp2", 20.0, compiled=True), result("fsdp2", 100.0)]
     assert ratio_to([mine, *others], mine, ("fsdp2-tuned", "fsdp2")) == 0.5
     assert ratio_to([mine], mine, ("fsdp2",)) is None
+
+
+def test_flops_are_counted_as_in_the_published_row_that_records_are_compared_with() -> None:
+    config = Options(size="8b", seq=8192).config
+    with torch.device("meta"):
+        model = Decoder(config)
+    assert (
+        config.multiplied == sum(weight.numel() for weight in model.parameters() if weight.dim() == 2) - 128_256 * 4096
+    )
+    a_token = trained_flops(config.multiplied, config.layers, config.dim, config.seq)
+    assert round(14_451 * a_token / 1e12) == 744
+    assert adapted_flops(100, 0, 1, 8, 16) == trained_flops(100, 1, 8, 16) - 2 * 100, "no gradients of what is frozen"
+
+
+def test_a_row_of_the_record_says_what_was_published_and_what_did_not_run() -> None:
+    row = record.ROWS["dense"]
+    ran = result("trainer:mfsdp-tuned", 14_000.0, tflops_gpu=481.2, mfu=0.4866, peak_gib=120.04, reserved_gib=None)
+    text = record.table(row, [("trainer:mfsdp-tuned", ran), ("limit", "OutOfMemoryError: 3 GiB")])
+    assert row.published in text
+    assert "| trainer:mfsdp-tuned | 4 | 14.00 | 1,000 | 481 | 0.487 | 120.0 | - |" in text
+    assert "| limit | OutOfMemoryError: 3 GiB |" in text
+    known = {
+        *ENGINES,
+        *PEERS,
+        *TE_ENGINES,
+        *(f"trainer:{name}" for name in through_trainer.STRATEGIES),
+        "mfsdp",
+        "single",
+    }
+    assert {contender for each in record.ROWS.values() for contender in each.contenders} <= known
 
 
 def test_a_report_has_ratios_charts_and_what_failed(tmp_path: Path) -> None:
@@ -168,16 +208,19 @@ def test_an_outer_axis_is_measured_without_a_gpu() -> None:
     assert row[4] == "-", "nothing runs at the same time there"
 
 
-def test_a_base_model_in_4_bits_is_measured_without_a_gpu() -> None:
-    for package in ("bitsandbytes", "peft", "transformers"):
+@pytest.mark.parametrize("base", ["nf4", "bf16"])
+def test_adapters_are_measured_without_a_gpu(base: str) -> None:
+    for package in ("peft", "transformers", *(["bitsandbytes"] if base == "nf4" else [])):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"could not import {package!r}")
     command = [sys.executable, str(ROOT / "examples/benchmark/qlora.py"), "mfsdp", "--tiny", "--warmup=1", "--steps=1"]
+    command += ["--rows=2", "--accumulation=2", f"--base={base}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("RESULT "))
     result = json.loads(line.removeprefix("RESULT "))
     assert result["trained"] == 32_768
+    assert result["accumulation"] == 2
     assert all(4 < loss < 7 for loss in result["losses"])
 
 
