@@ -13,6 +13,7 @@ import re
 import sys
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TypeVar, cast
@@ -76,6 +77,7 @@ __all__ = [
     "foreach_zero_",
     "free_after_work_so_far",
     "get_data",
+    "give_accumulation_hooks",
     "group_of",
     "grouped_mm",
     "has_accumulation_hooks",
@@ -110,6 +112,7 @@ __all__ = [
     "storage_of",
     "storage_users",
     "symmetric_memory",
+    "take_accumulation_hooks",
     "takes_closure",
     "timed_out_after",
     "undecorated_step",
@@ -247,6 +250,22 @@ def is_profiled() -> bool:
 def has_accumulation_hooks(leaf: Tensor) -> bool:
     """Whether something runs after a gradient was added to `leaf.grad` (torch 2.11 to 2.15: `_post_accumulate_grad_hooks`)."""
     return bool(leaf._post_accumulate_grad_hooks)
+
+
+def take_accumulation_hooks(leaf: Tensor) -> OrderedDict[int, Callable[[Any], None]]:
+    """What `leaf.register_post_accumulate_grad_hook` was given, and that it runs no longer; handles remove hooks from what is returned.
+
+    torch 2.11 to 2.15: `_post_accumulate_grad_hooks`, of which a new dictionary replaces what autograd runs, and `None` does not.
+    """
+    hooks = cast("OrderedDict[int, Callable[[Any], None]]", leaf._post_accumulate_grad_hooks or OrderedDict())
+    if hooks:
+        leaf._post_accumulate_grad_hooks = OrderedDict()
+    return hooks
+
+
+def give_accumulation_hooks(leaf: Tensor, hooks: OrderedDict[int, Callable[[Any], None]]) -> None:
+    """Have `leaf` run what `take_accumulation_hooks` returned (torch 2.11 to 2.15: `_post_accumulate_grad_hooks`)."""
+    leaf._post_accumulate_grad_hooks = hooks
 
 
 def allows_saved_tensors_hooks() -> bool:

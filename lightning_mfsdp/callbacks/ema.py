@@ -10,7 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_mfsdp._lightning_api import Callback, LightningModule, Trainer, TrainerFn
 from lightning_mfsdp.checkpoint.state.full_state import full_model_state
-from lightning_mfsdp.checkpoint.state.parameter_state import PARAMETER_STATES
+from lightning_mfsdp.checkpoint.state.parameter_state import AVERAGE, PARAMETER_STATES
 from lightning_mfsdp.engine import AveragedWeights
 from lightning_mfsdp.trainer.callback_hooks import HasParameterState
 from lightning_mfsdp.trainer.strategy import MFSDPStrategy
@@ -83,7 +83,7 @@ class ShardedEMA(Callback, HasParameterState):
     @property
     def checkpoint_key(self) -> str:
         """Name of the average in checkpoints."""
-        return "ema"
+        return AVERAGE
 
     @property
     def parameter_state(self) -> AveragedWeights:

@@ -56,6 +56,7 @@ def add_checkpoint_commands(subparsers: Any) -> None:
     export.add_argument("output", type=Path, metavar="FOLDER", help="folder to write into")
     export.add_argument("--prefix", default="", metavar="model.", help="removed from the start of every name")
     export.add_argument("--max-shard-size", type=_size, default=_size("5GB"), metavar="5GB", help="of one file")
+    export.add_argument("--averaged", action="store_true", help="the average that ShardedEMA has saved")
     export.add_argument("--dtype", choices=_DTYPES, help="cast floating-point tensors to it")
 
     convert = _command(commands, "convert", _convert, "a checkpoint of another program becomes a directory of this one")
@@ -118,6 +119,7 @@ def _export(arguments: Namespace) -> int:
             prefix=arguments.prefix,
             progress=progress,
             weights_only=False if arguments.trust else None,
+            averaged=arguments.averaged,
         )
     _write(f"{file}  {readable_bytes(file.stat().st_size)}" for file in files)
     return 0

@@ -29,6 +29,7 @@ def summary_lines(summary: Summary) -> list[str]:
         ("model", f"{summary.tensors:,} tensors, {summary.elements:,} elements, {_sizes(summary.bytes_by_dtype)}")
     )
     rows += [(optimizer.name, _optimizer(optimizer)) for optimizer in summary.optimizers]
+    rows += [(key, f"{count:,} tensors of parameters") for key, count in summary.states.items()]
     if summary.rest:
         rows.append(("beside them", _listed(summary.rest)))
     if summary.left_out:
@@ -57,6 +58,7 @@ def written_lines(output: Path, parts: CheckpointParts) -> list[str]:
     """What was written, and what was not."""
     state = sum(len(optimizer.state) for optimizer in parts.optimizers)
     lines = [f"wrote {output}: {len(parts.model):,} model entries, state of {state:,} parameters in {_count(parts)}"]
+    lines += [f"{key}: {len(state):,} tensors of parameters" for key, state in parts.states.items()]
     lines += parts.notes
     if LIGHTNING_VERSION not in parts.rest:
         lines.append(

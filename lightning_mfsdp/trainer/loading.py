@@ -26,6 +26,7 @@ def load_from_checkpoint(
     hparams_file: str | os.PathLike[str] | None = None,
     strict: bool | None = None,
     weights_only: bool | None = None,
+    averaged: bool = False,
     **hyperparameters: Any,
 ) -> Module:
     """`module_class.load_from_checkpoint(path, ...)`, also of a sharded directory. It runs in one process; the module is not sharded.
@@ -39,17 +40,18 @@ def load_from_checkpoint(
         hparams_file: With hyperparameters.
         strict: Names must match exactly.
         weights_only: Only `False` loads classes that were not allowed.
+        averaged: The module gets the average that `ShardedEMA` has saved.
         **hyperparameters: Instead of the saved ones.
 
     Raises:
-        CheckpointError: There is no checkpoint, it is damaged, or it holds a class that was not allowed.
+        CheckpointError: There is no checkpoint, it is damaged, it holds a class that was not allowed, or with `averaged` no average.
         TypeError: Arguments in another order.
     """
     if not isinstance(module_class, type):
         raise TypeError(
             f"load_from_checkpoint: expected a LightningModule's class and then a path, got {module_class!r} first"
         )
-    checkpoint = load_checkpoint(path, weights_only=weights_only, optimizers=False)
+    checkpoint = load_checkpoint(path, weights_only=weights_only, optimizers=False, averaged=averaged)
     with tempfile.TemporaryFile() as file:
         torch.save(checkpoint, file)
         del checkpoint

@@ -356,14 +356,24 @@ def test_export_hands_its_arguments_on(folder: Path, tmp_path: Path, run: Run, m
     options = ["--prefix", "model.", "--max-shard-size", "1.5MiB", "--dtype", "bfloat16"]
     code, out, err = run("export", folder / "sharded.ckpt", tmp_path / "out", *options)
     assert (code, out, err) == (0, f"{tmp_path / 'model.safetensors'}  2.0 KiB\n", "")
-    run("export", "a", "b", "--trust")
+    run("export", "a", "b", "--trust", "--averaged")
     assert calls == [
         (
             folder / "sharded.ckpt",
             tmp_path / "out",
-            {"prefix": "model.", "max_shard_bytes": 3 * 2**19, "dtype": torch.bfloat16, "weights_only": None},
+            {
+                "prefix": "model.",
+                "max_shard_bytes": 3 * 2**19,
+                "dtype": torch.bfloat16,
+                "weights_only": None,
+                "averaged": False,
+            },
         ),
-        (Path("a"), Path("b"), {"prefix": "", "max_shard_bytes": 5 * 10**9, "dtype": None, "weights_only": False}),
+        (
+            Path("a"),
+            Path("b"),
+            {"prefix": "", "max_shard_bytes": 5 * 10**9, "dtype": None, "weights_only": False, "averaged": True},
+        ),
     ]
     with pytest.raises(SystemExit) as info:
         run("export", "a", "b", "--max-shard-size", "large")

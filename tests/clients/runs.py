@@ -140,19 +140,20 @@ def differences(row: Row, found: Outcome, expected: Outcome) -> list[str]:
         return [f"other names: {found.after.keys() ^ expected.after.keys()}"]
     problems = []
     followers = CLIENTS[row.client].followers
+    average = average_way(
+        expected
+    )  # what cancels in a gradient is mere rounding: it is measured by how far weights have moved
     for name, value in expected.after.items():
         actual = found.after[name]
         if actual.dtype != value.dtype or actual.shape != value.shape:
             problems.append(f"{name}: {actual.dtype} {tuple(actual.shape)}, DDP {value.dtype} {tuple(value.shape)}")
         elif row.precision != "bf16-mixed":
-            problems += too_far(name, actual, value, TOLERANCE[row.precision])
+            problems += too_far(name, actual, value, TOLERANCE[row.precision], at_least=average)
         elif name.startswith(followers):
             way, its_way = actual - found.before[name], value - expected.before[name]
             problems += too_far_in_norm(f"the way of {name}", way, its_way, WAY_BF16)
         else:
-            # What cancels in a gradient is mere rounding: it is measured by how far weights have moved on average.
-            least = value.numel() ** 0.5 * average_way(expected)
-            problems += too_far_in_norm(name, actual, value, OTHERS_BF16, at_least=least)
+            problems += too_far_in_norm(name, actual, value, OTHERS_BF16, at_least=value.numel() ** 0.5 * average)
     if row.precision == "bf16-mixed":
         for prefix in followers:  # one vector: biases begin at zero, and their own norm says nothing
             actual, value = (

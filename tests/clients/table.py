@@ -131,14 +131,19 @@ def pairwise_rows(seed: int = SEED) -> list[Row]:
     return sorted(chosen, key=lambda row: (order[row.client], row))
 
 
+def _occurring(row: Row) -> set[tuple[str, object]]:
+    is_refused = (row.client, row.sharding) in REFUSED
+    return {*vars(row).items(), *([("refused", (row.client, row.sharding))] if is_refused else [])}
+
+
 def by_day(rows: Sequence[Row]) -> list[Row]:
-    """Few of these rows, in which every client and every value of the other factors occurs: what a push runs."""
-    left = {(name, value) for row in rows for name, value in vars(row).items()}
+    """Few of these rows, in which every client, every value of the other factors and every refusal occurs: what a push runs."""
+    left = set().union(*map(_occurring, rows))
     chosen = []
     while left:
-        best = max(rows, key=lambda row: (len(left & set(vars(row).items())), -cost(row)))
+        best = max(rows, key=lambda row: (len(left & _occurring(row)), -cost(row)))
         chosen.append(best)
-        left -= set(vars(best).items())
+        left -= _occurring(best)
     return [row for row in rows if row in chosen]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from lightning.pytorch.utilities import grad_norm as lightning_grad_norm
 from torch import Tensor, nn
 
 from lightning_mfsdp.engine import fully_shard
@@ -79,7 +80,37 @@ def a_gradient_may_be_deleted(rank, world):
         assert module.weight.grad is not None
 
 
+# Of a matrix and of a single number.
+REDUCTIONS = {
+    "norm": lambda tensor: tensor.norm(2.0),
+    "norm of data": lambda tensor: tensor.data.norm(1.0),
+    "vector_norm": torch.linalg.vector_norm,
+    "sum": lambda tensor: tensor.sum(),
+    "mean": lambda tensor: tensor.mean(),
+    "largest": lambda tensor: tensor.abs().max(),
+    "any": lambda tensor: tensor.isnan().any(),
+    "prod": lambda tensor: tensor.prod(),
+    "logsumexp": lambda tensor: tensor.logsumexp(tuple(range(tensor.dim()))) if tensor.dim() else tensor.logsumexp(0),
+}
+
+
+def single_numbers_are_reduced_as_others_and_put_into_new_tensors(rank, world):
+    for sharding in STRATEGIES:
+        results = []
+        for module in trained(sharding):
+            operands = [module.weight.detach(), module.weight.grad, module.scale.detach(), module.scale.grad]
+            results.append([float(reduce(operand)) for reduce in REDUCTIONS.values() for operand in operands])
+            for operand in operands:
+                norms = torch.tensor([operand.norm(), torch.tensor(2.0)])
+                results[-1] += norms.tolist()
+            results[-1] += torch.tensor([module.scale.detach(), module.scale.grad]).tolist()
+            results[-1].append(float(torch.as_tensor(module.scale.detach())))
+            results[-1] += [float(norm) for norm in lightning_grad_norm(module, 2).values()]
+        torch.testing.assert_close(results[1], results[0], msg=sharding)
+
+
 CASES = (
+    single_numbers_are_reduced_as_others_and_put_into_new_tensors,
     results_are_written_where_they_are_asked_for,
     numbers_are_shown_as_those_of_plain_tensors,
     a_parameter_is_compared_with_itself_number_by_number,

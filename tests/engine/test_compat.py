@@ -423,6 +423,21 @@ def test_hooks_after_accumulation_are_noticed():
     assert not compat.has_accumulation_hooks(weight)
 
 
+def test_hooks_after_accumulation_move_to_another_parameter_with_their_handles():
+    weight, other, seen = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3)), []
+    handle = weight.register_post_accumulate_grad_hook(lambda _: seen.append("moved"))
+    hooks = compat.take_accumulation_hooks(weight)
+    weight.register_post_accumulate_grad_hook(lambda _: seen.append("later"))
+    compat.give_accumulation_hooks(other, hooks)
+    for each in (weight, other):
+        each.sum().backward()
+    assert seen == ["later", "moved"]
+    handle.remove()
+    other.sum().backward()
+    assert seen == ["later", "moved"]
+    assert not compat.take_accumulation_hooks(torch.nn.Parameter(torch.ones(3)))
+
+
 def test_transforms_are_noticed():
     seen = []
 

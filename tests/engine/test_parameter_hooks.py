@@ -1,7 +1,12 @@
-"""`register_hook` on sharded parameters: it sees what it sees under DDP, on the ranks that registered it."""
+"""Hooks on parameters, registered before or after sharding.
+
+`register_hook` sees what it sees under DDP, on the ranks that registered it; `register_post_accumulate_grad_hook` the accumulated gradient.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -148,12 +153,135 @@ def a_frozen_parameter_and_one_of_a_plain_module_take_none(rank: int, world: int
     assert [name for name, _ in seen] == ["first.weight"]
 
 
+def scaling(factor: float) -> Callable[[Any], None]:
+    def scale(parameter: Any) -> None:
+        parameter.grad.mul_(factor)
+
+    return scale
+
+
+def halved_by_hooks(model: nn.Module) -> list[Any]:
+    return [parameter.register_post_accumulate_grad_hook(scaling(0.5)) for parameter in model.parameters()]
+
+
+def of_two_backwards(model: nn.Module, rank: int, unused: bool) -> dict[str, Tensor]:
+    """Gradients; the second backward leaves the blocks out if they are to be `unused` in it."""
+    net = model.module if isinstance(model, DistributedDataParallel) else model
+    for step in range(2):
+        if step and unused:
+            net.blocks, blocks = nn.Sequential(), net.blocks
+        model(inputs(rank, step)).square().sum().backward()
+        if step and unused:
+            net.blocks = blocks
+    return {
+        name: parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
+        for name, parameter in net.named_parameters()
+    }
+
+
+def hooks_after_accumulation_see_what_was_accumulated(rank: int, world: int) -> None:
+    """In both backwards, as under DDP; and not where the second one brings no gradient."""
+    problems = Problems()
+    for unused in (False, True):
+        wrapped = DistributedDataParallel(seeded(), find_unused_parameters=unused)
+        halved_by_hooks(wrapped.module)
+        expected = of_two_backwards(wrapped, rank, unused)
+        for sharding in SHARDINGS:
+            for before in (True, False):
+                model = seeded()
+                if before:
+                    halved_by_hooks(model)
+                sharded(model, sharding)
+                if not before:
+                    halved_by_hooks(model)
+                for name, gradient in of_two_backwards(model, rank, unused).items():
+                    problems.close(gradient, expected[name], f"{sharding}, {before=}, {unused=}: {name}")
+    problems.finish()
+
+
+def hooks_stay_when_sharding_begins_and_ends_and_their_handles_remove_them(rank: int, world: int) -> None:
+    for sharding in SHARDINGS:
+        model = seeded()
+        handles, former = halved_by_hooks(model), model.first.bias
+        sharded(model, sharding)
+        handles.append(former.register_post_accumulate_grad_hook(scaling(3.0)))
+        handles.append(model.first.bias.register_post_accumulate_grad_hook(scaling(5.0)))
+
+        def factor(model: Net = model) -> float:
+            plain = seeded()
+            for net in (plain, model):
+                net.zero_grad()
+                net(inputs(0)).square().sum().backward()
+            gradient = model.first.bias.grad
+            whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+            return round((whole.sum() / plain.first.bias.grad.sum()).item(), 3)  # type: ignore[union-attr,operator]
+
+        assert factor() == 7.5, sharding
+        unshard_model(model)
+        assert factor() == 7.5, f"{sharding}: plain again"
+        assert model.first.bias is former
+        sharded(model, sharding)
+        for handle in handles[-2:]:
+            handle.remove()
+        assert factor() == 0.5, sharding
+        for handle in handles:
+            handle.remove()
+        assert factor() == 1.0, sharding
+
+
+def what_is_held_back_reaches_hooks_at_once_when_it_is_reduced(rank: int, world: int) -> None:
+    for sharding in SHARDINGS:
+        models, seen = [seeded(), seeded()], list[Tensor]()
+        models[0].first.weight.register_post_accumulate_grad_hook(
+            lambda parameter, seen=seen: seen.append(parameter.grad.full_tensor().clone())
+        )
+        for model in models:
+            sharded(model, sharding)
+            with no_sync(model):
+                model(inputs(rank)).square().sum().backward()
+            model(inputs(rank, 1)).square().sum().backward()
+        assert len(seen) == (1 if world > 1 else 2), f"{sharding}: {len(seen)} calls; one rank holds nothing back"
+        assert torch.equal(seen[-1], models[1].first.weight.grad.full_tensor())  # type: ignore[union-attr]
+
+
+def a_hook_in_a_backward_reads_what_earlier_ones_have_accumulated_where_this_rank_has_it(rank: int, world: int) -> None:
+    problems = Problems()
+
+    def add_half_of_the_last(model: Net) -> None:
+        weight = model.first.weight
+        weight.register_hook(lambda gradient: gradient if weight.grad is None else gradient + 0.5 * weight.grad)
+
+    wrapped = DistributedDataParallel(seeded())
+    add_half_of_the_last(wrapped.module)
+    expected = of_two_backwards(wrapped, rank, unused=False)["first.weight"]
+    for sharding in SHARDINGS:
+        for held_back in (False, True) if world > 1 else (False,):
+            model = seeded()
+            add_half_of_the_last(model)
+            sharded(model, sharding)
+            with no_sync(model) if held_back else nullcontext():
+                model(inputs(rank, 0)).square().sum().backward()
+            if world > 1 and (held_back or sharding != "no_shard"):
+                with pytest.raises(
+                    EngineStateError, match=r"first.weight .*is read while a backward runs, and of what"
+                ):
+                    model(inputs(rank, 1)).square().sum().backward()
+                continue
+            model(inputs(rank, 1)).square().sum().backward()
+            problems.close(model.first.weight.grad.full_tensor(), expected, sharding)  # type: ignore[union-attr]
+    problems.finish()
+
+
 CASES = (
     hooks_see_this_ranks_whole_gradient_once_in_each_backward,
     one_rank_may_register_hooks_alone,
     what_a_hook_returns_is_reduced_in_its_place,
     hooks_see_the_gradients_of_recomputed_layers,
     a_frozen_parameter_and_one_of_a_plain_module_take_none,
+    hooks_after_accumulation_see_what_was_accumulated,
+    hooks_stay_when_sharding_begins_and_ends_and_their_handles_remove_them,
+    what_is_held_back_reaches_hooks_at_once_when_it_is_reduced,
+    a_hook_in_a_backward_reads_what_earlier_ones_have_accumulated_where_this_rank_has_it,
 )
 WORLDS = {1: CASES, 2: CASES}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,17 @@ def test_a_model_that_fits_is_a_table_by_kind(run: Any, tmp_path: Path) -> None:
         assert f"\n{kind} " in printed
     assert "with --recompute" in printed
     assert printed.count(" fits") == 2
+
+
+def test_a_module_of_the_current_folder_is_found_by_the_installed_command(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "in_this_folder.py").write_text(f"from {CLASS.partition(':')[0]} import Causal\n")
+    monkeypatch.chdir(tmp_path)
+    root = str(Path(__file__).resolve().parents[2])
+    monkeypatch.setattr(sys, "path", [root, *(each for each in sys.path if each not in ("", root, str(tmp_path)))])
+    code, printed = run("in_this_folder:Causal", "--gpus", 2, "--batch", BATCH, "--quick")
+    assert code == 0, printed
 
 
 def test_it_says_at_once_what_it_rehearses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

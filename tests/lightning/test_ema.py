@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -14,8 +15,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from lightning_mfsdp import AveragedWeights, EngineStateError, MFSDPStrategy, sharded_parameters
+from lightning_mfsdp import AveragedWeights, EngineStateError, MFSDPStrategy, load_from_checkpoint, sharded_parameters
 from lightning_mfsdp.callbacks import ShardedEMA
+from lightning_mfsdp.checkpoint import load_checkpoint
+from lightning_mfsdp.commands import main
 from tests.helpers.distributed import run_distributed
 from tests.helpers.nights import NIGHT
 from tests.lightning.models import (
@@ -411,6 +414,43 @@ def test_the_average_lies_in_checkpoints_by_parameter_name(folder: Path, on_two:
     for name, value in of_file.items():
         assert torch.equal(value, on_two[0]["saved"]["half"][name])
         assert torch.equal(of_directory[name], value)
+
+
+def test_programs_that_read_checkpoints_find_the_average(
+    folder: Path, on_two: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """Of a directory, a file, and the file that was made of the directory."""
+    expected = on_two[0]["saved"]["half"]
+    whole = tmp_path / "whole.ckpt"
+    assert main(["checkpoint", "consolidate", str(folder / "sharded/half.ckpt"), str(whole)]) == 0
+    of_file = torch.load(folder / "full/half.ckpt")["parameter_states"]["ema"]
+    for place in (folder / "sharded/half.ckpt", folder / "full/half.ckpt", whole):
+        assert_same(load_checkpoint(place)["parameter_states"]["ema"], of_file)
+        assert_same(load_checkpoint(place, averaged=True, optimizers=False)["state_dict"], expected)
+        own = load_checkpoint(place, optimizers=False)
+        assert "parameter_states" not in own
+        assert not torch.equal(own["state_dict"]["head.weight"], expected["head.weight"])
+        assert_same(load_from_checkpoint(Watched, place, averaged=True).state_dict(), expected)
+        exported = tmp_path / f"exported-{place.parent.name}"
+        assert main(["checkpoint", "export", str(place), str(exported), "--averaged"]) == 0
+        tensors = safetensors.torch.load_file(exported / "model.safetensors")
+        assert_same(tensors, {name: value for name, value in expected.items() if name in tensors})
+        assert expected.keys() - tensors.keys() == {"alias.weight", "alias.bias"}, "tied"
+
+
+def test_a_checkpoint_without_an_average_is_not_taken_for_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = make_trainer("", 1, max_steps=1, strategy=MFSDPStrategy(units=["Block"]))
+    trainer.fit(seeded(Classifier), loader(4, 4))
+    trainer.save_checkpoint(tmp_path / "directory")
+    trainer.strategy.state_dict_type = "full"
+    trainer.save_checkpoint(tmp_path / "file")
+    for place in (tmp_path / "directory", tmp_path / "file"):
+        with pytest.raises(RuntimeError, match="has no average of the weights: it was saved without ShardedEMA"):
+            load_checkpoint(place, averaged=True)
+        assert main(["checkpoint", "export", str(place), str(tmp_path / "exported"), "--averaged"]) == 2
+        assert "has no average of the weights" in capsys.readouterr().err
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from lightning_mfsdp.checkpoint.safetensors.files import (
     plan_files,
 )
 from lightning_mfsdp.checkpoint.state.index import plain_name
+from lightning_mfsdp.checkpoint.state.parameter_state import AVERAGE, PARAMETER_STATES, average_in, by_first_name
 from lightning_mfsdp.checkpoint.state.state_dict import tied_names
 from lightning_mfsdp.engine import ParameterView
 from lightning_mfsdp.engine.internals import unsharded_of, view_of
@@ -48,6 +49,7 @@ def export_checkpoint(
     prefix: str = "",
     progress: Progress | None = None,
     weights_only: bool | None = None,
+    averaged: bool = False,
 ) -> list[Path]:
     """Write the weights of a finished checkpoint as safetensors. It runs in one process, without a Trainer or a process group.
 
@@ -64,11 +66,13 @@ def export_checkpoint(
             `self.model`. It is removed.
         progress: Called with the bytes written and all bytes, after each tensor. `None`: a bar on a terminal.
         weights_only: As for `torch.load`: only `False` loads classes that were not allowed.
+        averaged: The average that `ShardedEMA` has saved takes the place of the weights; what is not averaged is the model's.
 
     Returns:
         The safetensors files.
 
     Raises:
+        CheckpointError: With `averaged`, there is no average.
         ValueError: No checkpoint at the path, an argument out of its range, names without the prefix, or entries that are no tensors.
         RuntimeError: The checkpoint is damaged, or holds a class that was not allowed; or another rank than 0 called it.
         IsADirectoryError, NotADirectoryError: Something else is at `folder`.
@@ -81,9 +85,9 @@ def export_checkpoint(
     options = _Options(max_shard_bytes=max_shard_bytes, dtype=dtype, prefix=prefix)
     source = locate(path)
     if source.is_sharded():
-        described, read_tensor = _sharded_source(source, weights_only)
+        described, read_tensor = _sharded_source(source, weights_only, averaged=averaged)
     elif source.is_file():
-        described, read_tensor = _file_source(source, weights_only)
+        described, read_tensor = _file_source(source, weights_only, averaged=averaged)
     else:
         raise ValueError(
             f"export_checkpoint: {source}: expected a checkpoint of this strategy, a directory with {META_FILE} in it or a single file; "
@@ -238,7 +242,9 @@ class _Options:
 # -- from a checkpoint -------------------------------------------------------------------------------------------------
 
 
-def _sharded_source(path: Location, weights_only: bool | None) -> tuple[_Described, Callable[[str], Tensor]]:
+def _sharded_source(
+    path: Location, weights_only: bool | None, *, averaged: bool
+) -> tuple[_Described, Callable[[str], Tensor]]:
     directory, problem = Directory.look_over(path, weights_only=weights_only)
     if isinstance(problem, RefusedError):
         raise RefusedError(not_read(path, problem)) from problem
@@ -247,10 +253,13 @@ def _sharded_source(path: Location, weights_only: bool | None) -> tuple[_Describ
     described: _Described = {}
     flat_names: dict[str, str] = {}
     for flat_name, (name, *inside) in directory.paths("model").items():
-        entry = directory.entry(flat_name)
-        described[str(name)] = None if inside else entry
+        described[str(name)] = None if inside else directory.entry(flat_name)
         flat_names[str(name)] = flat_name
     tied = path.read_file(META_FILE, weights_only).get(TIED_WEIGHTS, {})
+    if averaged:
+        of_average = {str(name): flat_name for flat_name, (name, *_) in directory.paths(AVERAGE).items()}
+        flat_names.update(by_first_name(average_in(path, {AVERAGE: of_average}), flat_names, tied))
+        described = {name: value and directory.entry(flat_names[name]) for name, value in described.items()}
     described.update({name: first for name, first in tied.items() if name in described and first in described})
 
     def read_tensor(name: str) -> Tensor:
@@ -260,12 +269,18 @@ def _sharded_source(path: Location, weights_only: bool | None) -> tuple[_Describ
     return described, read_tensor
 
 
-def _file_source(path: Location, weights_only: bool | None) -> tuple[_Described, Callable[[str], Tensor]]:
-    state = path.read_file(None, weights_only).get("state_dict")
+def _file_source(
+    path: Location, weights_only: bool | None, *, averaged: bool
+) -> tuple[_Described, Callable[[str], Tensor]]:
+    content = path.read_file(None, weights_only)
+    state = content.get("state_dict")
     if not isinstance(state, dict):
         raise ValueError(
             f"export_checkpoint: {path} holds no state_dict; expected a checkpoint file that Lightning saved"
         )
+    if averaged:
+        average = average_in(path, content.get(PARAMETER_STATES))
+        state = {**state, **by_first_name(average, state, tied_names(state))}
     described: _Described = {
         name: (value.shape, value.dtype) if isinstance(value, Tensor) else None for name, value in state.items()
     }

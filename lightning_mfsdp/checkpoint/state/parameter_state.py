@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,21 +14,57 @@ from torch import Tensor
 
 from lightning_mfsdp.base.stand_in import StandIn
 from lightning_mfsdp.checkpoint.io.location import Location
+from lightning_mfsdp.checkpoint.io.trust import CheckpointError
 from lightning_mfsdp.checkpoint.state.dcp_shard import DcpShard
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex, plain_name
 from lightning_mfsdp.checkpoint.state.on_disk import Reads
 from lightning_mfsdp.engine.internals import placed_as
 
 __all__ = [
+    "AVERAGE",
     "PARAMETER_STATES",
     "ParameterState",
     "StatePlan",
+    "average_in",
+    "by_first_name",
     "dcp_shards",
     "full_tensors",
     "plan_state",
 ]
 
 PARAMETER_STATES = "parameter_states"
+AVERAGE = "ema"  # the key of ShardedEMA
+
+
+def average_in(path: object, states: Any) -> Mapping[str, Any]:
+    """The average of weights among the states that a checkpoint has, by name of the parameter.
+
+    Args:
+        path: Of the checkpoint, for the message.
+        states: By key; `None`: none.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    average: Mapping[str, Any] = (states or {}).get(AVERAGE) or {}
+    if not average:
+        raise CheckpointError(
+            f"{path} has no average of the weights: it was saved without ShardedEMA, before the first update, or with weights only. Leave "
+            "averaged out, or choose another checkpoint"
+        )
+    return average
+
+
+def by_first_name(average: Mapping[str, Any], state: Iterable[str], tied: Mapping[str, str]) -> dict[str, Any]:
+    """An average by the names of a state dict: tied weights have it under each of theirs.
+
+    Args:
+        average: By one name of each parameter.
+        state: All names.
+        tied: Further names of tied weights, and the first one.
+    """
+    known = {tied.get(name, name): value for name, value in average.items()}
+    return {name: known[first] for name in state if (first := tied.get(name, name)) in known}
 
 
 class ParameterState(Protocol):

@@ -22,6 +22,7 @@ from lightning_mfsdp.checkpoint.io.local import part_of, put_in_place, remove
 from lightning_mfsdp.checkpoint.io.location import META_FILE, MODULE_VERSIONS, TIED_WEIGHTS, beside
 from lightning_mfsdp.checkpoint.io.trust import CheckpointError
 from lightning_mfsdp.checkpoint.io.write import Writer
+from lightning_mfsdp.checkpoint.state.parameter_state import PARAMETER_STATES
 from lightning_mfsdp.checkpoint.state.rank_states import RankStates
 from lightning_mfsdp.checkpoint.tools.leaves import (
     LIGHTNING_VERSION,
@@ -78,6 +79,8 @@ def convert_checkpoint(
         trust=trust,
     )
     state: dict[str, Any] = {"model": {name: _unread(leaf) for name, leaf in parts.model.items()}}
+    for key, values in parts.states.items():
+        state[key] = {name: _unread(leaf) for name, leaf in values.items()}
     for number, optimizer in enumerate(parts.optimizers):
         values = {name: {key: _unread(leaf) for key, leaf in own.items()} for name, own in optimizer.state.items()}
         state[f"optimizer_{number}"] = {"state": values, "param_groups": optimizer.groups}
@@ -136,6 +139,11 @@ def consolidate_checkpoint(
         checkpoint = {**_completed(parts.rest), "state_dict": state}
         if parts.optimizers:
             checkpoint["optimizer_states"] = [optimizer.by_number(assembly.full) for optimizer in parts.optimizers]
+        if parts.states:
+            checkpoint[PARAMETER_STATES] = {
+                key: {name: assembly.full(leaf) for name, leaf in values.items()}
+                for key, values in parts.states.items()
+            }
         assembly.fill(progress)
         with part.open("wb") as file:  # by a path it would name the archive after it, which cannot begin with a dot
             torch.save(checkpoint, file)
@@ -208,7 +216,8 @@ def _unread(leaf: Any) -> Any:
 
 
 def _total_bytes(parts: CheckpointParts) -> int:
-    states = (leaf for optimizer in parts.optimizers for own in optimizer.state.values() for leaf in own.values())
+    states = [leaf for optimizer in parts.optimizers for own in optimizer.state.values() for leaf in own.values()]
+    states += [leaf for values in parts.states.values() for leaf in values.values()]
     return sum(size_bytes(leaf) for leaf in (*parts.model.values(), *states) if is_tensor(leaf))
 
 

@@ -1,6 +1,7 @@
 """The parts of a checkpoint of any program: the model by name, optimizer states by parameter name, and what Lightning saves besides them.
 
     model                 the tensors with a common parent: under "model", "state_dict", or anything else that holds tensors
+    states                what lies beside the model and has tensors of its parameters' names, such as an average
     optimizers            whatever has "param_groups"; its state by parameter name, by number, or in flat keys "state.<name>.<key>"
     numbers               `Optimizer.state_dict()` numbers parameters in the order of its groups. Names come with the groups, from the
                           caller, or from the model's order, if only one way to match shapes exists
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_mfsdp.checkpoint.io.trust import CheckpointError
+from lightning_mfsdp.checkpoint.state.parameter_state import PARAMETER_STATES
 from lightning_mfsdp.checkpoint.tools.deepspeed_files import is_deepspeed
 from lightning_mfsdp.checkpoint.tools.leaves import (
     ChunkedTensor,
@@ -83,6 +85,7 @@ class CheckpointParts:
     Attributes:
         model: By name.
         optimizers: In order.
+        states: Of parameters, besides optimizers', by key and name of the parameter: averages of `ShardedEMA`. Of what Lightning wrote.
         rest: What a Lightning checkpoint holds besides the two; empty if Lightning did not write it.
         tied: Further names of tied weights, and the name that each is the same as, if the checkpoint records that.
         versions: Of the model's modules, by name; `None` if the checkpoint does not record them.
@@ -92,6 +95,7 @@ class CheckpointParts:
 
     model: dict[str, Any]
     optimizers: list[OptimizerPart]
+    states: dict[str, dict[str, Any]] = field(default_factory=dict)
     rest: dict[str, Any] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     versions: dict[str, Any] | None = None
@@ -126,7 +130,7 @@ def read_parts(
     """
     _check_source(path, source)
     opened = open_checkpoint(path, trust=trust)
-    parts = find_parts(path, opened.leaves, model_key)
+    parts = find_parts(path, opened.leaves, model_key, has_states=bool(opened.rest))
     wrapped = all(name.startswith(_WRAPPER) for name in parts.model)
     if source == "megatron-fsdp" or (
         source == "auto" and wrapped and any(optimizer.numbered for optimizer in parts.optimizers)
@@ -142,18 +146,27 @@ def read_parts(
                 "has not; expected names of its parameters. Convert a checkpoint whose optimizer and model belong together"
             )
     same_names = not (strip_prefix or add_prefix)
+    rest = dict(opened.rest)
+    of_file = _renamed_states(rest.pop(PARAMETER_STATES, {}), strip_prefix, add_prefix)
     return replace(
         parts,
         optimizers=optimizers,
-        rest=opened.rest,
+        states={**parts.states, **of_file},
+        rest=rest,
         tied=opened.tied,
         versions=opened.versions if same_names else None,
         notes=notes,
     )
 
 
-def find_parts(path: Path, leaves: Leaves, model_key: str | None = None) -> CheckpointParts:
+def find_parts(path: Path, leaves: Leaves, model_key: str | None = None, *, has_states: bool = True) -> CheckpointParts:
     """Find model and optimizers among leaves; names are unchanged.
+
+    Args:
+        path: Of the checkpoint, for messages.
+        leaves: Of the checkpoint.
+        model_key: Where the model is.
+        has_states: What lies beside the model under its names is state; in a checkpoint of another program it may be anything.
 
     Raises:
         CheckpointError: There is no model, or it is unclear which one is meant.
@@ -175,8 +188,16 @@ def find_parts(path: Path, leaves: Leaves, model_key: str | None = None) -> Chec
         if leaf_path[:-1] == where and (where or is_tensor(leaf))
     }
     optimizers = [_optimizer(path, parent, inside) for parent, inside in sorted(parents.items(), key=_by_number)]
-    left_out = [flat_name(leaf_path) for leaf_path in others if leaf_path[:-1] != where or leaf_path[-1] not in model]
-    return CheckpointParts(model=model, optimizers=optimizers, left_out=left_out)
+    states: dict[str, dict[str, Any]] = {}
+    left_out = []
+    for leaf_path, leaf in others.items():
+        if leaf_path[:-1] == where and leaf_path[-1] in model:
+            continue
+        if has_states and where and leaf_path[:-2] == where[:-1] and leaf_path[-1] in model and is_tensor(leaf):
+            states.setdefault(str(leaf_path[-2]), {})[str(leaf_path[-1])] = leaf
+        else:
+            left_out.append(flat_name(leaf_path))
+    return CheckpointParts(model=model, optimizers=optimizers, states=states, left_out=left_out)
 
 
 def value_of(leaf: Any) -> Any:
@@ -293,7 +314,14 @@ def _renamed(path: Path, parts: CheckpointParts, strip: str, add: str) -> Checkp
         ]
         state = optimizer.state if optimizer.numbered else {new(name): part for name, part in optimizer.state.items()}
         optimizers.append(replace(optimizer, state=state, groups=groups))
-    return replace(parts, model={new(name): leaf for name, leaf in parts.model.items()}, optimizers=optimizers)
+    model = {new(name): leaf for name, leaf in parts.model.items()}
+    return replace(parts, model=model, optimizers=optimizers, states=_renamed_states(parts.states, strip, add))
+
+
+def _renamed_states(states: Mapping[str, Mapping[str, Any]], strip: str, add: str) -> dict[str, dict[str, Any]]:
+    return {
+        key: {add + name.removeprefix(strip): leaf for name, leaf in state.items()} for key, state in states.items()
+    }
 
 
 def _named(

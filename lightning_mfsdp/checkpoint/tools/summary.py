@@ -82,6 +82,7 @@ class Summary:
         bytes_by_dtype: Of all of them.
         optimizers: In order.
         rest: Names of what Lightning saves besides the two.
+        states: How many tensors of parameters lie beside the model, by key: averages.
         left_out: Names of everything else.
         largest: The largest tensors of model and optimizers.
     """
@@ -97,6 +98,7 @@ class Summary:
     bytes_by_dtype: dict[str, int] = field(default_factory=dict)
     optimizers: list[OptimizerSummary] = field(default_factory=list)
     rest: list[str] = field(default_factory=list)
+    states: dict[str, int] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     largest: list[TensorSummary] = field(default_factory=list)
 
@@ -155,6 +157,7 @@ def summarize_leaves(path: Path, leaves: Leaves, *, kind: str = "", largest: int
         elements=sum(leaf.shape.numel() for leaf in model),
         bytes_by_dtype=_by_dtype(model),
         optimizers=[_optimizer(optimizer) for optimizer in parts.optimizers],
+        states={key: len(state) for key, state in parts.states.items()},
         left_out=parts.left_out,
         largest=[
             TensorSummary(

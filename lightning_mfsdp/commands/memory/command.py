@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import os
 import sys
 import time
 from argparse import ArgumentParser, Namespace
@@ -152,6 +153,8 @@ class _Case:
 
 def _run(arguments: Namespace) -> int:
     _refuse_unused(arguments)
+    if (folder := os.getcwd()) not in sys.path and "" not in sys.path:
+        sys.path.insert(0, folder)  # as `python -m` does: the installed command has its own folder there
     case = _case_of(arguments)
     with _quiet():
         estimate = _measured(case, "as asked")

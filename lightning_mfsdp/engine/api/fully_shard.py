@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.base.initialize import materialize
 from lightning_mfsdp.base.part import copy_marks
@@ -337,6 +338,8 @@ def _encode(
         copy_marks(old, new)
         for hook in (old._backward_hooks or {}).values():
             new.register_hook(hook)
+        if hooks := compat.take_accumulation_hooks(old):
+            compat.give_accumulation_hooks(new, hooks)
     taken = dict.fromkeys(names[id(old)] for old, _ in encoded if id(old) in ignored)
     if taken:
         raise ShardingError(

@@ -14,9 +14,7 @@ from lightning_mfsdp.engine.api.fully_shard import fully_shard, mesh_device
 from lightning_mfsdp.engine.api.strategies import choose_strategies
 from lightning_mfsdp.engine.api.validate import refuse_shared_memory
 from lightning_mfsdp.engine.comm.mesh import are_alike, resolve_mesh
-from lightning_mfsdp.engine.core.conversion import gradient_hooks_by_site, unshard_unit
-from lightning_mfsdp.engine.core.gradient_hooks import take_gradient_hooks
-from lightning_mfsdp.engine.core.group import place_of
+from lightning_mfsdp.engine.core.conversion import unshard_unit
 from lightning_mfsdp.engine.core.inspect import context_of, is_copy, unsharded_parameters
 from lightning_mfsdp.engine.core.parameter import UnshardedParameter
 from lightning_mfsdp.engine.core.unit import Unit, unit_of
@@ -124,15 +122,11 @@ def shard_added(
     del around, nested, root  # a unit that is made plain must not be kept alive
     for unit in units:
         fully_shard(unit, mesh, **options)
-    hooks = gradient_hooks_by_site((*again, _unit_around(module, "")))
     while again:
         members = unshard_unit(again.pop(0))
         fully_shard(members[0] if len(members) == 1 else members, mesh, **options)
     unshard_unit(_unit_around(module, ""))
     fully_shard(module, mesh, **options)
-    for table, key, hooks_of_parameter in hooks:
-        if (place := place_of(table[key])) is not None:
-            take_gradient_hooks(*place, hooks_of_parameter)
     return count
 
 

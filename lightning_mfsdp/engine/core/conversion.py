@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.engine.core.context import Context
-from lightning_mfsdp.engine.core.gradient_hooks import Hooks
 from lightning_mfsdp.engine.core.group import ParameterGroup, owner_of, place_of
 from lightning_mfsdp.engine.core.parameter import Entry, leave_behind
 from lightning_mfsdp.engine.core.sharded_parameter import ShardedParameter
@@ -27,7 +26,6 @@ from lightning_mfsdp.engine.core.unit import Unit, unit_of
 __all__ = [
     "bring_home",
     "follow_conversions",
-    "gradient_hooks_by_site",
     "refuse_moved",
     "unshard_model",
     "unshard_unit",
@@ -176,9 +174,9 @@ def unshard_model(module: nn.Module, *, device: torch.device | str | None = None
 
     Units become whole one after the other, and the engine's memory of each is freed then: `device`, or where they are, holds the model
     once and the shards of the remaining units. Parameters are the objects that they were before `fully_shard`, in the dtype of main
-    weights (that of `state_dict()`). Names, ties, buffers and attributes that were set on parameters stay; gradients are
-    dropped, and hooks of `register_post_accumulate_grad_hook`. Optimizers that stepped the sharded module cannot be used further: save
-    their state before, if necessary, and create new ones.
+    weights (that of `state_dict()`). Names, ties, buffers, hooks and attributes that were set on parameters stay; gradients are
+    dropped. Optimizers that stepped the sharded module cannot be used further: save their state before, if necessary, and create new
+    ones.
 
     Args:
         module: The root that was sharded, or a module with such roots inside.
@@ -306,19 +304,11 @@ def _make_plain(group: ParameterGroup, entry: Entry, device: torch.device | str 
         whole = whole.to(device)
     parameter = entry.as_plain(whole, group.spec.codec)
     vars(parameter).update(_attributes_of_users(entry.sharded))
+    if hooks := group.gradients.hooks.pop(group.entries.index(entry), None):
+        compat.give_accumulation_hooks(parameter, hooks)
     for table, key in sites:
         table[key] = parameter
     leave_behind(entry)
-
-
-def gradient_hooks_by_site(units: Iterable[Unit]) -> list[tuple[dict[str, Any], str, Hooks]]:
-    """What `register_post_accumulate_grad_hook` was given, for each parameter with a module's table of parameters and the key in it."""
-    hooks_by_site: list[tuple[dict[str, Any], str, Hooks]] = []
-    for group in (group for unit in units for group in unit.groups):
-        for index, hooks in group.gradients.hooks.items():
-            entry = group.entries[index]
-            hooks_by_site += [(table, key, hooks) for table, key in entry.sites if _is_of(table.get(key), entry)][:1]
-    return hooks_by_site
 
 
 def _attributes_of_users(parameter: ShardedParameter) -> dict[str, Any]:

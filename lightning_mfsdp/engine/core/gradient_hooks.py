@@ -1,13 +1,14 @@
 """Hooks on sharded parameters that run once their gradients are reduced, after the backward: `register_post_accumulate_grad_hook`.
 
 They run at the end of the backward, when nothing is unsharded, in the order in which gradients are reduced, so that hooks which communicate
-match on all ranks. A hook may step an optimizer, and may clear the gradient.
+match on all ranks. A hook sees the accumulated gradient, may step an optimizer, and may clear the gradient. It makes no difference whether
+it was registered before the parameter was sharded or after.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.hooks import RemovableHandle
@@ -20,7 +21,6 @@ __all__ = [
     "add_gradient_hook",
     "has_gradient_hooks",
     "run_gradient_hooks",
-    "take_gradient_hooks",
 ]
 
 Hooks = OrderedDict[int, Callable[[Any], None]]
@@ -39,16 +39,11 @@ def has_gradient_hooks(group: ParameterGroup) -> bool:
     return any(group.gradients.hooks.values())
 
 
-def take_gradient_hooks(group: ParameterGroup, index: int, hooks: Hooks) -> None:
-    """Go on with the hooks of a parameter that was sharded before in another group; handles remove them as before."""
-    group.gradients.hooks[index] = hooks
-
-
-def run_gradient_hooks(groups: Sequence[ParameterGroup]) -> None:
-    """Run the hooks of parameters that have a gradient. Collective if the hooks are."""
-    for group in groups:
-        for index, hooks in sorted(group.gradients.hooks.items()):
+def run_gradient_hooks(reduced: Iterable[tuple[ParameterGroup, Iterable[int]]]) -> None:
+    """Run the hooks of parameters whose gradients were reduced, by index in their groups. Collective if the hooks are."""
+    for group, indices in reduced:
+        for index in sorted(group.gradients.hooks.keys() & indices):
             parameter = group.entries[index].sharded
             if parameter.grad is not None:
-                for hook in list(hooks.values()):
+                for hook in list(group.gradients.hooks[index].values()):
                     hook(parameter)

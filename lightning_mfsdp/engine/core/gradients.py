@@ -37,10 +37,9 @@ from __future__ import annotations
 import operator
 import sys
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,7 +72,7 @@ class MainGradient:
     Attributes:
         buffer: Main gradient dtype, extent and position as the main weight. Cells that belong to no parameter are zero.
         of_optimizer: What `.grad` shows: `buffer`, or a copy of it in the dtype that the optimizer requires where that differs.
-        is_news: A gradient was reduced into it since `convert`.
+        news: Parameters, by index, whose gradients were reduced into it since `convert`; `None`: nothing was.
 
     A program may keep what `.grad` was, or a view of it, and clear `.grad`: references to what lies in it are counted. Those to a gradient
     that is shown do not matter, since that is added to in place.
@@ -96,7 +95,7 @@ class MainGradient:
             memory, self.of_optimizer = transient(layout, extent, wanted, device)
             self._slots.append(memory)
         self.views = self.of_optimizer.views
-        self.is_news = False
+        self.news: list[int] | None = None
         self._elsewhere: dict[int, Tensor] = {}  # gradients, by index, that `convert` adds to what `.grad` is
         self._shown = [entry.sharded.show_gradient(view) for entry, view in zip(self._entries, self.views, strict=True)]
         self._own_counts, self._own_users = self._counts(), self._users()
@@ -167,7 +166,7 @@ class MainGradient:
     def read_back(self) -> None:
         """Update the buffer from every `.grad` that lies in it: zero where it was cleared or replaced, the user's value where written."""
         if (
-            self.of_optimizer is not self.buffer and not self.is_news
+            self.of_optimizer is not self.buffer and self.news is None
         ):  # else what the optimizer sees is not converted yet
             for main, seen in zip(self.buffer.segments, self.of_optimizer.segments, strict=True):
                 # Where it still equals our rounded copy, keep the unrounded value; elsewhere the user wrote into it.
@@ -180,6 +179,7 @@ class MainGradient:
 
     def show(self, indices: Sequence[int]) -> None:
         """Gradients of these parameters have been reduced: `.grad` shows them, or `convert` adds them to what it is."""
+        self.news = [*(self.news or ()), *indices]
         for index in indices:
             local, view = self._locals[index], self.views[index]
             grad = local.grad
@@ -188,17 +188,17 @@ class MainGradient:
             elif grad is not view:
                 self._elsewhere[index] = grad
 
-    def convert(self) -> bool:
-        """After the last reduction of a backward, on the compute stream: convert to the optimizer's dtype. Returns whether it is news."""
-        was_news, self.is_news = self.is_news, False
-        if was_news and self.of_optimizer is not self.buffer:
+    def convert(self) -> list[int]:
+        """After the last reduction of a backward, on the compute stream: convert to the optimizer's dtype. Returns whose gradients came."""
+        news, self.news = self.news, None
+        if news is not None and self.of_optimizer is not self.buffer:
             compat.foreach_copy_(self.of_optimizer.segments, self.buffer.segments)
         if self._elsewhere:
             with torch.no_grad():
                 for index, grad in self._elsewhere.items():
                     add_to_gradient(self._locals[index], grad, self.views[index])
             self._elsewhere.clear()
-        return was_news
+        return news or []
 
     def set_aside(self) -> list[Tensor]:
         """A copy of it before a replayed graph overwrites it, which leaves zeros; nothing where no `.grad` is set."""
@@ -212,7 +212,7 @@ class MainGradient:
     def add(self, aside: list[Tensor]) -> None:
         """Add what `set_aside` returned to what was written since."""
         compat.foreach_add_(self.buffer.segments, aside)
-        self.is_news = True
+        self.show(())
         self.convert()
 
     def _users(self) -> int:
@@ -247,7 +247,11 @@ class Gradients:
         self.unused: set[int] | None = None
         self.writes: DirectWrites | None = None
         self.outside: dict[int, Tensor] = {}
-        self.hooks: dict[int, OrderedDict[int, Callable[[Any], None]]] = {}
+        self.hooks = {
+            index: hooks
+            for index, entry in enumerate(owner.entries)
+            if (hooks := compat.take_accumulation_hooks(entry.full))
+        }
         self.is_late = False
         self.is_used_outside = False
         self._owner = weakref.ref(owner)
@@ -500,7 +504,6 @@ class Gradients:
             grads[index] = view if grad is None else view.add_(grad)
         adds = self._open_main(target)
         main, shown = self.main, list[int]()
-        main.is_news = True
         if not adds and (gaps := main.buffer.gaps):
             compat.foreach_zero_(gaps)
         fresh: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -722,7 +725,6 @@ class Gradients:
     def _to_main(self, result: FlatBuffer, *, adds: bool, zeros_unused: bool) -> None:
         """Copy or add a reduced gradient to `main`, and show it to the optimizer."""
         main, held = self.main, self.held
-        main.is_news = True
         if result is not main.buffer:
             if adds:
                 accumulate_segments(main.buffer, result)
@@ -742,9 +744,16 @@ class Gradients:
             self._settle([index for index in held if index not in asked])
 
     def undecided(self) -> list[int]:
-        """Parameters that were reduced, unused on this rank: other ranks decide whether they have a gradient (usage.py)."""
-        views = self.main.views
-        return [index for index in sorted(self.unused or ()) if self._entries[index].local.grad is not views[index]]
+        """Parameters that were reduced, unused on this rank: other ranks decide whether they have a gradient (usage.py).
+
+        One that has a gradient from before is asked about for its hooks alone.
+        """
+        views, hooks = self.main.views, self.hooks
+        return [
+            index
+            for index in sorted(self.unused or ())
+            if self._entries[index].local.grad is not views[index] or hooks.get(index)
+        ]
 
     def decide(self, used: Sequence[int]) -> None:
         """Show the gradients of undecided parameters that some rank has used; the others keep none.
@@ -756,9 +765,9 @@ class Gradients:
         self.main.show([index for index in undecided if used[index]])
         self._settle([index for index in undecided if index in self.held])
 
-    def finish(self) -> bool:
-        """After the last reduction of a backward, on the compute stream. Returns whether there was any."""
-        return self._main is not None and self._main.convert()
+    def finish(self) -> list[int]:
+        """After the last reduction of a backward, on the compute stream. Returns parameters, by index, whose gradients were reduced."""
+        return self._main.convert() if self._main is not None else []
 
 
 def gradient_dtype(owner: ParameterGroup) -> torch.dtype:

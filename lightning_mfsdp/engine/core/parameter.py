@@ -11,11 +11,13 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import EngineStateError
@@ -62,19 +64,49 @@ class UnshardedParameter(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """What autograd has left here in the backward that is running.
+        """What autograd has left here in the backward that is running, or what earlier ones have, where this rank has all of it.
 
         Raises:
-            EngineStateError: The parameter has a gradient, which this object does not show: an optimizer has it from before sharding.
+            EngineStateError: The parameter has a gradient, which this object does not show: an optimizer has it from before sharding, or
+                earlier backwards have left it, and ranks have parts of it.
         """
         if (grad := self._grad) is None:
             self._refuse_where_nothing_shows_it(written=False)
+            if compat.backward_task() != -1:
+                grad = self._accumulated()
         return grad
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         self._refuse_where_nothing_shows_it(written=value is not None)
         self._grad = value
+
+    def _accumulated(self) -> Tensor | None:
+        """The gradient of earlier backwards, read by a hook while another one runs."""
+        reference, index = getattr(self, OWNER, (None, 0))
+        group = reference() if reference is not None else None
+        if group is None:
+            return None
+        entry, is_held_back = group.entries[index], index in group.gradients.held
+        grad: Tensor | None = entry.local.grad
+        if is_held_back or (grad is not None and not entry.sharded.is_whole):
+            raise EngineStateError(
+                f"the gradient of parameter {entry.sharded.described} is read while a backward runs, and of what earlier backwards have "
+                "accumulated this rank has a part; read it after the backward, or in a hook of register_post_accumulate_grad_hook"
+            )
+        return grad
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> RemovableHandle:
+        """As of the sharded parameter that modules show, while there is one."""
+        reference, index = getattr(self, OWNER, (None, 0))
+        group = reference() if reference is not None else None
+        register = (
+            super().register_post_accumulate_grad_hook
+            if group is None
+            else group.entries[index].sharded.register_post_accumulate_grad_hook
+        )
+        handle: RemovableHandle = register(hook)
+        return handle
 
     def _refuse_where_nothing_shows_it(self, *, written: bool) -> None:
         reference, index = getattr(self, OWNER, (None, 0))

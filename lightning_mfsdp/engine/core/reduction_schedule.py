@@ -81,7 +81,7 @@ class ReductionSchedule:
         self._order: list[weakref.ref[Unit]] = []  # in which all ranks reduce; empty before the first backward
         self._turn = 0  # index in it of the unit that is reduced next
         self._done: set[int] = set()  # numbers of units whose gradients are complete in this backward
-        self._with_news: list[ParameterGroup] = []  # shown by the last wait, and whose hooks are to run
+        self._with_news: dict[ParameterGroup, list[int]] = {}  # shown by the last wait, for hooks
         self._in_flight: deque[_InFlight] = deque()  # reductions that were issued, and whose buckets have memory
         self._over_outer: deque[_InFlight] = deque()  # those that were issued over the outer axis
         self._reduced: dict[ParameterGroup, None] = {}  # in this backward, in an order that all ranks share
@@ -326,16 +326,18 @@ class ReductionSchedule:
         if self._reduced:
             self._usage.exchange(list(self._reduced))
             self._reduced.clear()
-        self._with_news = []
+        self._with_news = {}
         for group in groups:
-            if group.gradients.finish() and group.gradients.hooks:
-                self._with_news.append(group)
+            news = group.gradients.finish()
+            if news and group.gradients.hooks:
+                self._with_news[group] = news
 
     def run_hooks(self, units: Sequence[Unit]) -> None:
         """Hooks of parameters whose gradients were reduced last, in an order that all ranks share."""
-        fresh, self._with_news = {id(group) for group in self._with_news}, []
-        if fresh:
-            run_gradient_hooks([group for unit in self.in_order(units) for group in unit.groups if id(group) in fresh])
+        news, self._with_news = self._with_news, {}
+        if news:
+            groups = [group for unit in self.in_order(units) for group in unit.groups if group in news]
+            run_gradient_hooks([(group, news[group]) for group in groups])
 
     def _has_unreduced(self, unit: Unit) -> bool:
         """Whether there are gradients of a unit that were not taken yet; those that are not required are dropped."""

@@ -30,7 +30,14 @@ from lightning_mfsdp.engine.core.outside import (
 from lightning_mfsdp.engine.core.sharded_arithmetic import assign_data, run
 from lightning_mfsdp.engine.core.sharded_collectives import communicate
 from lightning_mfsdp.engine.core.sharded_tensor import CopyOf, LayoutError, ShardedTensor, refuse_gradient
-from lightning_mfsdp.engine.core.torch_functions import computes, copies, uses_values, writes_by_position, zeroes
+from lightning_mfsdp.engine.core.torch_functions import (
+    computes,
+    copies,
+    makes_number,
+    uses_values,
+    writes_by_position,
+    zeroes,
+)
 from lightning_mfsdp.engine.core.whole_tensor import WholeTensor, views_in, with_views
 
 __all__ = ["operate"]
@@ -82,7 +89,8 @@ def _operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         in_place = writes_in_place(func, args, kwargs)
         if in_place and writes_by_position(func):
             return write_in_whole(func, args, kwargs)
-        if not in_place and (kwargs.get("out") is not None or needs_whole(tensors_in((args, kwargs)))):
+        needs_plain = kwargs.get("out") is not None or makes_number(func)
+        if not in_place and (needs_plain or needs_whole(tensors_in((args, kwargs)))):
             return use_whole(func, args, kwargs)
     try:
         with compat.without_torch_function(), _OnRows():

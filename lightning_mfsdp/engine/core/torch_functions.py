@@ -18,6 +18,7 @@ __all__ = [
     "describes",
     "is_in_place",
     "makes_alike",
+    "makes_number",
     "uses_values",
     "writes_by_position",
     "written_argument",
@@ -93,6 +94,11 @@ def computes(function: Any) -> bool:
     if name == "__get__":
         return function in _TRANSPOSED
     return not (name in _SHOWS or name in _COPIES or describes(function) or makes_alike(function))
+
+
+def makes_number(function: Any) -> bool:
+    """Whether it makes a Python number: `torch.tensor([...])` asks for that where tensors of other classes have no memory."""
+    return getattr(function, "__name__", "") in ("__float__", "__int__", "__bool__", "__index__", "__complex__", "item")
 
 
 def uses_values(function: Any) -> bool:
