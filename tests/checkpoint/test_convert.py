@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
+from torch.distributed.checkpoint import save
 
 from lightning_mfsdp import MFSDPStrategy
 from lightning_mfsdp.checkpoint import convert_checkpoint
@@ -238,6 +239,25 @@ def test_what_cannot_be_mapped_is_refused(written: Any, source: str, options: di
     with pytest.raises(CheckpointError) as info:
         read_parts(written[0] / source, **options)
     assert message in str(info.value)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_chosen_part_of_a_directory_is_the_model_whatever_lies_beside_it(tmp_path: Path) -> None:
+    own, average = {"weight": torch.zeros(2, 3)}, {"weight": torch.ones(2, 3)}
+    save(
+        {"model": own, "ema": average, "other": {"weight": torch.ones(4)}},
+        checkpoint_id=tmp_path / "saved",
+        no_dist=True,
+    )
+    torch.save({"pytorch-lightning_version": "2.6.0", "epoch": 1}, tmp_path / "saved/meta.pt")
+    parts = convert_checkpoint(tmp_path / "saved", tmp_path / "average", model_key="ema")
+    assert (list(parts.states), sorted(parts.left_out)) == ([], ["model.weight", "other.weight"])
+    assert torch.equal(_load_distributed_checkpoint(tmp_path / "average")["model"]["weight"], average["weight"])
+    parts = convert_checkpoint(tmp_path / "saved", tmp_path / "both")
+    assert (list(parts.states), parts.left_out) == (["ema"], ["other.weight"])
+    found = _load_distributed_checkpoint(tmp_path / "both")
+    assert torch.equal(found["model"]["weight"], own["weight"])
+    assert torch.equal(found["ema"]["weight"], average["weight"])
 
 
 def test_an_optimizer_of_another_model_and_nested_state_are_refused(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -244,32 +243,47 @@ def what_is_held_back_reaches_hooks_at_once_when_it_is_reduced(rank: int, world:
         assert torch.equal(seen[-1], models[1].first.weight.grad.full_tensor())  # type: ignore[union-attr]
 
 
-def a_hook_in_a_backward_reads_what_earlier_ones_have_accumulated_where_this_rank_has_it(rank: int, world: int) -> None:
-    problems = Problems()
+def read_by_hooks(model: Net, name: str) -> list[float]:
+    """The norm of a gradient whenever the gradient of the first weight comes; 0 where there is none."""
+    read, norms = model.get_parameter(name), list[float]()
+    model.first.weight.register_hook(lambda _: norms.append(0.0 if read.grad is None else float(read.grad.norm())))
+    return norms
 
-    def add_half_of_the_last(model: Net) -> None:
-        weight = model.first.weight
-        weight.register_hook(lambda gradient: gradient if weight.grad is None else gradient + 0.5 * weight.grad)
 
-    wrapped = DistributedDataParallel(seeded())
-    add_half_of_the_last(wrapped.module)
-    expected = of_two_backwards(wrapped, rank, unused=False)["first.weight"]
-    for sharding in SHARDINGS:
-        for held_back in (False, True) if world > 1 else (False,):
+def a_gradient_read_in_a_backward_is_that_of_plain_pytorch_or_an_error(rank: int, world: int) -> None:
+    """Of the same parameter, and of one whose gradient has come already: other ranks have a part in what is there."""
+    for name, reads_before_an_error in (("first.weight", 1), ("blocks.1.0.weight", 0)):
+        plain = seeded()
+        expected = read_by_hooks(plain, name)
+        of_two_backwards(plain, rank, unused=False)
+        for sharding in SHARDINGS:
             model = seeded()
-            add_half_of_the_last(model)
+            norms = read_by_hooks(model, name)
             sharded(model, sharding)
-            with no_sync(model) if held_back else nullcontext():
-                model(inputs(rank, 0)).square().sum().backward()
-            if world > 1 and (held_back or sharding != "no_shard"):
-                with pytest.raises(
-                    EngineStateError, match=r"first.weight .*is read while a backward runs, and of what"
-                ):
-                    model(inputs(rank, 1)).square().sum().backward()
+            if world == 1:
+                of_two_backwards(model, rank, unused=False)
+                torch.testing.assert_close(norms, expected)
                 continue
-            model(inputs(rank, 1)).square().sum().backward()
-            problems.close(model.first.weight.grad.full_tensor(), expected, sharding)  # type: ignore[union-attr]
-    problems.finish()
+            with pytest.raises(EngineStateError, match=r"weight .*is read while a backward runs, and this object"):
+                of_two_backwards(model, rank, unused=False)
+            assert norms == [0.0] * reads_before_an_error, sharding
+
+
+def what_an_optimizer_has_from_before_sharding_is_not_stepped_by_a_hook(rank: int, world: int) -> None:
+    """As the optimizer in the backward of PyTorch's tutorial: it would train nothing, or add gradients up."""
+    for sharding in SHARDINGS:
+        model = seeded()
+        optimizer = torch.optim.SGD([model.first.weight], lr=0.1)
+        former = model.first.weight
+
+        def step(parameter: Any, optimizer: torch.optim.SGD = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        former.register_post_accumulate_grad_hook(step)
+        sharded(model, sharding)
+        with pytest.raises(EngineStateError, match="and in a hook the one that it is given"):
+            model(inputs(rank)).square().sum().backward()
 
 
 CASES = (
@@ -281,7 +295,8 @@ CASES = (
     hooks_after_accumulation_see_what_was_accumulated,
     hooks_stay_when_sharding_begins_and_ends_and_their_handles_remove_them,
     what_is_held_back_reaches_hooks_at_once_when_it_is_reduced,
-    a_hook_in_a_backward_reads_what_earlier_ones_have_accumulated_where_this_rank_has_it,
+    a_gradient_read_in_a_backward_is_that_of_plain_pytorch_or_an_error,
+    what_an_optimizer_has_from_before_sharding_is_not_stepped_by_a_hook,
 )
 WORLDS = {1: CASES, 2: CASES}
 

@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lightning_mfsdp import AveragedWeights, EngineStateError, MFSDPStrategy, load_from_checkpoint, sharded_parameters
 from lightning_mfsdp.callbacks import ShardedEMA
-from lightning_mfsdp.checkpoint import load_checkpoint
+from lightning_mfsdp.checkpoint import export_checkpoint, load_checkpoint
 from lightning_mfsdp.commands import main
 from tests.helpers.distributed import run_distributed
 from tests.helpers.nights import NIGHT
@@ -436,6 +436,45 @@ def test_programs_that_read_checkpoints_find_the_average(
         tensors = safetensors.torch.load_file(exported / "model.safetensors")
         assert_same(tensors, {name: value for name, value in expected.items() if name in tensors})
         assert expected.keys() - tensors.keys() == {"alias.weight", "alias.bias"}, "tied"
+
+
+class Wrapped(nn.Module):
+    """As `torch.compile(module)` wraps it: names of a state dict have the wrapper in them, and the average's have not."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = module
+
+    def forward(self, x: Tensor) -> Any:
+        return self._orig_mod(x)
+
+
+class Compiled(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0] = Wrapped(self.blocks[0])
+
+
+def test_averages_of_compiled_blocks_are_found(tmp_path: Path) -> None:
+    ema = ShardedEMA(DECAY)
+    strategy = MFSDPStrategy(units=["Block"])
+    trainer = make_trainer("", 1, max_steps=3, strategy=strategy, callbacks=[ema])
+    trainer.fit(seeded(Compiled), loader(4, 12))
+    expected = ema.averaged_state_dict(keep=True)
+    assert any("_orig_mod" in name for name in expected)
+    for kind in ("sharded", "full"):
+        strategy.state_dict_type = kind  # type: ignore[assignment]
+        trainer.save_checkpoint(tmp_path / kind)
+        state = load_checkpoint(tmp_path / kind, averaged=True)["state_dict"]
+        assert_same(state, expected)
+        export_checkpoint(tmp_path / kind, tmp_path / f"exported-{kind}", averaged=True)
+        tensors = safetensors.torch.load_file(tmp_path / f"exported-{kind}/model.safetensors")
+        assert_same(tensors, {name.replace("_orig_mod.", ""): value for name, value in expected.items()})
+    assert main(["checkpoint", "consolidate", str(tmp_path / "sharded"), str(tmp_path / "whole")]) == 0
+    of_file, of_directory = (torch.load(tmp_path / name)["optimizer_states"][0] for name in ("full", "whole"))
+    assert of_directory["state"].keys() == of_file["state"].keys()
+    for number, values in of_file["state"].items():
+        assert_same(of_directory["state"][number], values)
 
 
 def test_a_checkpoint_without_an_average_is_not_taken_for_one(

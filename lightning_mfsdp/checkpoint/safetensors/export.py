@@ -30,7 +30,7 @@ from lightning_mfsdp.checkpoint.safetensors.files import (
     plan_files,
 )
 from lightning_mfsdp.checkpoint.state.index import plain_name
-from lightning_mfsdp.checkpoint.state.parameter_state import AVERAGE, PARAMETER_STATES, average_in, by_first_name
+from lightning_mfsdp.checkpoint.state.parameter_state import AVERAGE, PARAMETER_STATES, average_in, under_all_names
 from lightning_mfsdp.checkpoint.state.state_dict import tied_names
 from lightning_mfsdp.engine import ParameterView
 from lightning_mfsdp.engine.internals import unsharded_of, view_of
@@ -258,7 +258,7 @@ def _sharded_source(
     tied = path.read_file(META_FILE, weights_only).get(TIED_WEIGHTS, {})
     if averaged:
         of_average = {str(name): flat_name for flat_name, (name, *_) in directory.paths(AVERAGE).items()}
-        flat_names.update(by_first_name(average_in(path, {AVERAGE: of_average}), flat_names, tied))
+        flat_names.update(under_all_names(path, average_in(path, {AVERAGE: of_average}), flat_names, tied))
         described = {name: value and directory.entry(flat_names[name]) for name, value in described.items()}
     described.update({name: first for name, first in tied.items() if name in described and first in described})
 
@@ -280,7 +280,7 @@ def _file_source(
         )
     if averaged:
         average = average_in(path, content.get(PARAMETER_STATES))
-        state = {**state, **by_first_name(average, state, tied_names(state))}
+        state = {**state, **under_all_names(path, average, state, tied_names(state))}
     described: _Described = {
         name: (value.shape, value.dtype) if isinstance(value, Tensor) else None for name, value in state.items()
     }

@@ -26,10 +26,10 @@ __all__ = [
     "ParameterState",
     "StatePlan",
     "average_in",
-    "by_first_name",
     "dcp_shards",
     "full_tensors",
     "plan_state",
+    "under_all_names",
 ]
 
 PARAMETER_STATES = "parameter_states"
@@ -55,16 +55,28 @@ def average_in(path: object, states: Any) -> Mapping[str, Any]:
     return average
 
 
-def by_first_name(average: Mapping[str, Any], state: Iterable[str], tied: Mapping[str, str]) -> dict[str, Any]:
-    """An average by the names of a state dict: tied weights have it under each of theirs.
+def under_all_names(
+    path: object, average: Mapping[str, Any], state: Iterable[str], tied: Mapping[str, str]
+) -> dict[str, Any]:
+    """An average by the names of a state dict: tied weights have it under each of theirs, compiled modules' as they are there.
 
     Args:
+        path: Of the checkpoint, for the message.
         average: By one name of each parameter.
         state: All names.
         tied: Further names of tied weights, and the first one.
+
+    Raises:
+        CheckpointError: There is an average of something else.
     """
-    known = {tied.get(name, name): value for name, value in average.items()}
-    return {name: known[first] for name in state if (first := tied.get(name, name)) in known}
+    first_of = {plain_name(name): plain_name(tied.get(name, name)) for name in state}
+    if strange := [name for name in average if name not in first_of]:
+        raise CheckpointError(
+            f"{path}: there is an average of {', '.join(strange[:4])} (of {len(strange)}), which the model in it has not; expected "
+            "names of its parameters. Leave averaged out, or choose another checkpoint"
+        )
+    known = {first_of[name]: value for name, value in average.items()}
+    return {name: known[first] for name in state if (first := first_of[plain_name(name)]) in known}
 
 
 class ParameterState(Protocol):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_mfsdp.checkpoint.io.trust import CheckpointError, is_trusted
-from lightning_mfsdp.checkpoint.state.parameter_state import PARAMETER_STATES, average_in, by_first_name
+from lightning_mfsdp.checkpoint.state.parameter_state import PARAMETER_STATES, average_in, under_all_names
 from lightning_mfsdp.checkpoint.state.rank_states import RankStates
 from lightning_mfsdp.checkpoint.state.state_dict import tied_names
 from lightning_mfsdp.checkpoint.state.translation import Translation
@@ -53,7 +53,7 @@ def load_checkpoint(
             raise CheckpointError(f"{place}: expected what Lightning saves, got {type(content).__name__}")
         if averaged:
             average, state = average_in(place, content.get(PARAMETER_STATES)), content["state_dict"]
-            state.update(by_first_name(average, state, tied_names(state)))
+            state.update(under_all_names(place, average, state, tied_names(state)))
         if translation and "state_dict" in content:
             content["state_dict"] = translation.model(place, content["state_dict"])
         return content if optimizers else {key: value for key, value in content.items() if key not in _WITH_OPTIMIZERS}
@@ -62,7 +62,7 @@ def load_checkpoint(
     names = translation.model(place, first_names)
     leaves = parts.model
     if averaged:
-        leaves = {**leaves, **by_first_name(average_in(place, parts.states), leaves, parts.tied)}
+        leaves = {**leaves, **under_all_names(place, average_in(place, parts.states), leaves, parts.tied)}
     tensors = {name: value_of(leaves[name]) for name in dict.fromkeys(names.values())}
     model = {new: tensors[name] for new, name in names.items()}
     rest = {key: list(value) if isinstance(value, RankStates) else value for key, value in parts.rest.items()}

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_mfsdp.checkpoint.io.trust import CheckpointError
+from lightning_mfsdp.checkpoint.state.index import plain_name
 from lightning_mfsdp.checkpoint.state.parameter_state import PARAMETER_STATES
 from lightning_mfsdp.checkpoint.tools.deepspeed_files import is_deepspeed
 from lightning_mfsdp.checkpoint.tools.leaves import (
@@ -138,8 +139,9 @@ def read_parts(
         parts = _renamed(path, parts, _WRAPPER, "")
     parts = _renamed(path, parts, strip_prefix, add_prefix)
     optimizers, notes = _named(path, parts, parameters)
+    known = {plain_name(name) for name in parts.model}  # state has the names that parameters have without wrappers
     for optimizer in optimizers:
-        strange = [name for name in optimizer.state if name not in parts.model]
+        strange = [name for name in optimizer.state if plain_name(name) not in known]
         if strange:
             raise CheckpointError(
                 f"{path}: {optimizer.where} holds state of {', '.join(strange[:8])} (of {len(strange)}), which the model in the checkpoint "
@@ -188,12 +190,14 @@ def find_parts(path: Path, leaves: Leaves, model_key: str | None = None, *, has_
         if leaf_path[:-1] == where and (where or is_tensor(leaf))
     }
     optimizers = [_optimizer(path, parent, inside) for parent, inside in sorted(parents.items(), key=_by_number)]
+    shapes = {plain_name(name): leaf.shape for name, leaf in model.items() if is_tensor(leaf)}
     states: dict[str, dict[str, Any]] = {}
     left_out = []
     for leaf_path, leaf in others.items():
         if leaf_path[:-1] == where and leaf_path[-1] in model:
             continue
-        if has_states and where and leaf_path[:-2] == where[:-1] and leaf_path[-1] in model and is_tensor(leaf):
+        is_beside = len(leaf_path) > 1 and leaf_path[:-2] == where[:-1] and leaf_path[-2] not in _MODEL_KEYS
+        if has_states and where and is_beside and is_tensor(leaf) and leaf.shape == shapes.get(str(leaf_path[-1])):
             states.setdefault(str(leaf_path[-2]), {})[str(leaf_path[-1])] = leaf
         else:
             left_out.append(flat_name(leaf_path))

@@ -153,7 +153,7 @@ class _Case:
 
 def _run(arguments: Namespace) -> int:
     _refuse_unused(arguments)
-    if (folder := os.getcwd()) not in sys.path and "" not in sys.path:
+    if ":" in arguments.model and (folder := os.getcwd()) not in sys.path and "" not in sys.path:
         sys.path.insert(0, folder)  # as `python -m` does: the installed command has its own folder there
     case = _case_of(arguments)
     with _quiet():

@@ -47,6 +47,12 @@ class Backward:
         """Whether the one that was noticed has raised."""
         return self.at_end is not None and self.at_end() is None
 
+    @property
+    def is_running(self) -> bool:
+        """Whether autograd runs a backward now whose end was not noticed yet: hooks after accumulation run behind that."""
+        task = compat.backward_task()
+        return task != -1 and (self.at_end is not None or self.task != task)
+
     def begin(self, at_end: Callable[[], None]) -> None:
         """One is noticed. `at_end` is called at its end: the caller has autograd hold it, and nothing else does."""
         this = weakref.ref(self)

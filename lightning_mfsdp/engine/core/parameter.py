@@ -64,16 +64,19 @@ class UnshardedParameter(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """What autograd has left here in the backward that is running, or what earlier ones have, where this rank has all of it.
+        """What autograd has left here in the backward that is running; of one process what earlier ones have left, too.
 
         Raises:
             EngineStateError: The parameter has a gradient, which this object does not show: an optimizer has it from before sharding, or
-                earlier backwards have left it, and ranks have parts of it.
+                it is read in a backward, and other ranks have a part in it.
         """
-        if (grad := self._grad) is None:
+        grad = self._grad
+        if compat.is_traced():  # a compiler describes parameters, in what is recomputed too
+            return grad
+        if (group := self._group_in_backward()) is not None:
+            return self._read_in_backward(group, grad)
+        if grad is None:
             self._refuse_where_nothing_shows_it(written=False)
-            if compat.backward_task() != -1:
-                grad = self._accumulated()
         return grad
 
     @grad.setter
@@ -81,20 +84,29 @@ class UnshardedParameter(nn.Parameter):
         self._refuse_where_nothing_shows_it(written=value is not None)
         self._grad = value
 
-    def _accumulated(self) -> Tensor | None:
-        """The gradient of earlier backwards, read by a hook while another one runs."""
-        reference, index = getattr(self, OWNER, (None, 0))
-        group = reference() if reference is not None else None
-        if group is None:
+    def _group_in_backward(self) -> ParameterGroup | None:
+        """Its group, if a backward is running."""
+        if compat.backward_task() == -1:
             return None
-        entry, is_held_back = group.entries[index], index in group.gradients.held
-        grad: Tensor | None = entry.local.grad
-        if is_held_back or (grad is not None and not entry.sharded.is_whole):
+        reference, _ = getattr(self, OWNER, (None, 0))
+        group: ParameterGroup | None = reference() if reference is not None else None
+        context = group.root() if group is not None else None
+        return group if context is not None and context.backward.is_running else None
+
+    def _read_in_backward(self, group: ParameterGroup, grad: Tensor | None) -> Tensor | None:
+        """What a hook reads while a backward runs: of one process the gradient so far, of several this rank's of this backward."""
+        index = getattr(self, OWNER)[1]
+        entry = group.entries[index]
+        earlier: Tensor | None = entry.local.grad
+        if earlier is None and index not in group.gradients.held:
+            return grad
+        if grad is not None or group.mesh.process_groups:
             raise EngineStateError(
-                f"the gradient of parameter {entry.sharded.described} is read while a backward runs, and of what earlier backwards have "
-                "accumulated this rank has a part; read it after the backward, or in a hook of register_post_accumulate_grad_hook"
+                f"the gradient of parameter {entry.sharded.described} is read while a backward runs, and this object does not have all of "
+                "it: ranks have reduced it already, or earlier backwards have left some. Read it after the backward, or in a hook of "
+                "register_post_accumulate_grad_hook"
             )
-        return grad
+        return earlier
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> RemovableHandle:
         """As of the sharded parameter that modules show, while there is one."""
@@ -111,7 +123,7 @@ class UnshardedParameter(nn.Parameter):
     def _refuse_where_nothing_shows_it(self, *, written: bool) -> None:
         reference, index = getattr(self, OWNER, (None, 0))
         group = reference() if reference is not None else None
-        if group is None or compat.backward_task() != -1:
+        if group is None or self._group_in_backward() is not None:
             return
         entry = group.entries[index]
         if (entry.local.grad is None and not written) or any(table.get(key) is self for table, key in entry.sites):
@@ -120,7 +132,7 @@ class UnshardedParameter(nn.Parameter):
             f"the gradient of parameter {entry.sharded.described} is read or written through an object that no module shows now, such as "
             "the one from before it was sharded, so an optimizer would train nothing. Under Lightning return the optimizer from "
             "configure_optimizers and step what self.optimizers() returns; in your own loop make it after fully_shard, or pass it to "
-            "fully_shard_optimizer. Elsewhere take parameters from module.parameters() again"
+            "fully_shard_optimizer. Elsewhere take parameters from module.parameters() again, and in a hook the one that it is given"
         )
 
 
