@@ -282,7 +282,7 @@ def what_an_optimizer_has_from_before_sharding_is_not_stepped_by_a_hook(rank: in
 
         former.register_post_accumulate_grad_hook(step)
         sharded(model, sharding)
-        with pytest.raises(EngineStateError, match="and in a hook the one that it is given"):
+        with pytest.raises(EngineStateError, match="in a hook the one it is given"):
             model(inputs(rank)).square().sum().backward()
 
 

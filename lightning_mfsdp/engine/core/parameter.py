@@ -103,8 +103,8 @@ class UnshardedParameter(nn.Parameter):
         if grad is not None or group.mesh.process_groups:
             raise EngineStateError(
                 f"the gradient of parameter {entry.sharded.described} is read while a backward runs, and this object does not have all of "
-                "it: ranks have reduced it already, or earlier backwards have left some. Read it after the backward, or in a hook of "
-                "register_post_accumulate_grad_hook"
+                "it: ranks have reduced it already, or earlier backwards have left some. Take it after the backward, or in a hook "
+                "of register_post_accumulate_grad_hook"
             )
         return earlier
 
@@ -132,7 +132,7 @@ class UnshardedParameter(nn.Parameter):
             f"the gradient of parameter {entry.sharded.described} is read or written through an object that no module shows now, such as "
             "the one from before it was sharded, so an optimizer would train nothing. Under Lightning return the optimizer from "
             "configure_optimizers and step what self.optimizers() returns; in your own loop make it after fully_shard, or pass it to "
-            "fully_shard_optimizer. Elsewhere take parameters from module.parameters() again, and in a hook the one that it is given"
+            "fully_shard_optimizer. Take parameters from module.parameters(), in a hook the one it is given"
         )
 
 
