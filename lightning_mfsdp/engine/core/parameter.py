@@ -129,10 +129,9 @@ class UnshardedParameter(nn.Parameter):
         if (entry.local.grad is None and not written) or any(table.get(key) is self for table, key in entry.sites):
             return
         raise EngineStateError(
-            f"the gradient of parameter {entry.sharded.described} is read or written through an object that no module shows now, such as "
-            "the one from before it was sharded, so an optimizer would train nothing. Under Lightning return the optimizer from "
-            "configure_optimizers and step what self.optimizers() returns; in your own loop make it after fully_shard, or pass it to "
-            "fully_shard_optimizer. Take parameters from module.parameters(), in a hook the one it is given"
+            f"the gradient of parameter {entry.sharded.described} is read or written through an object that no module shows now, as that "
+            "from before it was sharded, so an optimizer would train nothing. Under Lightning return it from configure_optimizers and step "
+            "what self.optimizers() returns; in your own loop make it after fully_shard, or pass it to fully_shard_optimizer. Take parameters from module.parameters(), in a hook the one it is given"
         )
 
 
