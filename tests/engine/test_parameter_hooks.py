@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from lightning_mfsdp import EngineStateError, fully_shard, no_sync, unshard_model
 from lightning_mfsdp.recompute import Recompute, apply_recompute
@@ -286,7 +287,40 @@ def what_an_optimizer_has_from_before_sharding_is_not_stepped_by_a_hook(rank: in
             model(inputs(rank)).square().sum().backward()
 
 
+class Recomputed(nn.Module):
+    """Compiled for each number of rows again: without gradients in its forward, and with them in its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 5)
+        self.compiled = torch.compile(self.inner, backend="eager", dynamic=False)
+
+    def inner(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.compiled, x, use_reentrant=True)  # type: ignore[no-any-return]
+
+
+def a_compiler_in_a_backward_finds_parameters_with_earlier_gradients(rank: int, world: int) -> None:
+    """Dynamo describes each parameter with its gradient."""
+    for sharding in SHARDINGS:
+        torch.manual_seed(0)
+        plain, model = nn.Sequential(Recomputed(), Recomputed()), nn.Sequential(Recomputed(), Recomputed())
+        model.load_state_dict(plain.state_dict())
+        for block in model:
+            fully_shard(block, sharding=sharding)
+        fully_shard(model, sharding=sharding)
+        for rows in (2, 3):
+            for net in (plain, model):
+                net(torch.ones(rows, 5, requires_grad=True)).sum().backward()
+        for name, parameter in model.named_parameters():
+            expected = plain.get_parameter(name).grad
+            torch.testing.assert_close(parameter.grad.full_tensor(), expected)  # type: ignore[union-attr]
+
+
 CASES = (
+    a_compiler_in_a_backward_finds_parameters_with_earlier_gradients,
     hooks_see_this_ranks_whole_gradient_once_in_each_backward,
     one_rank_may_register_hooks_alone,
     what_a_hook_returns_is_reduced_in_its_place,
