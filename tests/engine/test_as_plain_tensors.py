@@ -109,7 +109,16 @@ def single_numbers_are_reduced_as_others_and_put_into_new_tensors(rank, world):
         torch.testing.assert_close(results[1], results[0], msg=sharding)
 
 
+def a_rank_reads_a_single_number_by_itself(rank, world):
+    """`if rank == 0: print(model.scale.item())`, as under DDP: each rank has it."""
+    for sharding in STRATEGIES:
+        _, module = trained(sharding)
+        if rank == 0:
+            assert module.scale.item() == float(module.scale) == 1.5
+
+
 CASES = (
+    a_rank_reads_a_single_number_by_itself,
     single_numbers_are_reduced_as_others_and_put_into_new_tensors,
     results_are_written_where_they_are_asked_for,
     numbers_are_shown_as_those_of_plain_tensors,

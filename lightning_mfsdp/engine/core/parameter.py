@@ -131,7 +131,8 @@ class UnshardedParameter(nn.Parameter):
         raise EngineStateError(
             f"the gradient of parameter {entry.sharded.described} is read or written through an object that no module shows now, as that "
             "from before it was sharded, so an optimizer would train nothing. Under Lightning return it from configure_optimizers and step "
-            "what self.optimizers() returns; in your own loop make it after fully_shard, or pass it to fully_shard_optimizer. Take parameters from module.parameters(), in a hook the one it is given"
+            "what self.optimizers() returns; in your own loop make it after fully_shard, or pass it to fully_shard_optimizer. Take "
+            "parameters from module.parameters(), in a hook the one it is given"
         )
 
 

@@ -89,8 +89,10 @@ def _operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         in_place = writes_in_place(func, args, kwargs)
         if in_place and writes_by_position(func):
             return write_in_whole(func, args, kwargs)
-        needs_plain = kwargs.get("out") is not None or makes_number(func)
-        if not in_place and (needs_plain or needs_whole(tensors_in((args, kwargs)))):
+        if makes_number(func):
+            with torch.no_grad():  # nothing leads back from a number
+                return use_whole(func, args, kwargs)
+        if not in_place and (kwargs.get("out") is not None or needs_whole(tensors_in((args, kwargs)))):
             return use_whole(func, args, kwargs)
     try:
         with compat.without_torch_function(), _OnRows():
