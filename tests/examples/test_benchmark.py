@@ -208,7 +208,7 @@ def test_an_outer_axis_is_measured_without_a_gpu() -> None:
     assert row[4] == "-", "nothing runs at the same time there"
 
 
-@pytest.mark.parametrize("base", ["nf4", "bf16"])
+@pytest.mark.parametrize("base", ["nf4", pytest.param("bf16", marks=pytest.mark.nightly)])
 def test_adapters_are_measured_without_a_gpu(base: str) -> None:
     for package in ("peft", "transformers", *(["bitsandbytes"] if base == "nf4" else [])):
         if importlib.util.find_spec(package) is None:

@@ -116,7 +116,11 @@ def _asks_some_ranks_alone(case: Description) -> bool:
 
 
 def _reads_kept_whole_weights_after_a_step(case: Description) -> bool:
-    """Whole weights of which ranks own rows: until the next forward gathers them, each rank has its own rows of after the step alone."""
+    """Whole weights of which ranks own rows: until the next forward gathers them, each rank has its own rows of after the step alone.
+
+    Gathered at the end of the step they would be right for who kept them, if the compute stream waited for all of them then; today the
+    gathers overlap with the first units of the forward. docs/strategies.md says what to read instead.
+    """
     configuration = case.configuration
     is_whole = configuration.sharding in ("optim", "optim_grads") and configuration.ranks > (configuration.outer or 1)
     alone = any(micro.kind == "stale" and micro.side not in ("", "beside") for micro in _micros(case))
