@@ -259,7 +259,9 @@ def _sharded_source(
     if averaged:
         of_average = {str(name): flat_name for flat_name, (name, *_) in directory.paths(AVERAGE).items()}
         flat_names.update(under_all_names(path, average_in(path, {AVERAGE: of_average}), flat_names, tied))
-        described = {name: value and directory.entry(flat_names[name]) for name, value in described.items()}
+        described = {
+            name: None if value is None else directory.entry(flat_names[name]) for name, value in described.items()
+        }
     described.update({name: first for name, first in tied.items() if name in described and first in described})
 
     def read_tensor(name: str) -> Tensor:

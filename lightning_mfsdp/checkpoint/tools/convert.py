@@ -79,8 +79,7 @@ def convert_checkpoint(
         trust=trust,
     )
     state: dict[str, Any] = {"model": {name: _unread(leaf) for name, leaf in parts.model.items()}}
-    for key, values in parts.states.items():
-        state[key] = {name: _unread(leaf) for name, leaf in values.items()}
+    state |= parts.states_by(_unread)
     for number, optimizer in enumerate(parts.optimizers):
         values = {name: {key: _unread(leaf) for key, leaf in own.items()} for name, own in optimizer.state.items()}
         state[f"optimizer_{number}"] = {"state": values, "param_groups": optimizer.groups}
@@ -140,10 +139,7 @@ def consolidate_checkpoint(
         if parts.optimizers:
             checkpoint["optimizer_states"] = [optimizer.by_number(assembly.full) for optimizer in parts.optimizers]
         if parts.states:
-            checkpoint[PARAMETER_STATES] = {
-                key: {name: assembly.full(leaf) for name, leaf in values.items()}
-                for key, values in parts.states.items()
-            }
+            checkpoint[PARAMETER_STATES] = parts.states_by(assembly.full)
         assembly.fill(progress)
         with part.open("wb") as file:  # by a path it would name the archive after it, which cannot begin with a dot
             torch.save(checkpoint, file)

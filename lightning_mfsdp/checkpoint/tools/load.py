@@ -70,7 +70,5 @@ def load_checkpoint(
     if optimizers and parts.optimizers:
         checkpoint["optimizer_states"] = [optimizer.by_number(value_of) for optimizer in parts.optimizers]
     if optimizers and parts.states:
-        checkpoint[PARAMETER_STATES] = {
-            key: {name: value_of(leaf) for name, leaf in values.items()} for key, values in parts.states.items()
-        }
+        checkpoint[PARAMETER_STATES] = parts.states_by(value_of)
     return checkpoint

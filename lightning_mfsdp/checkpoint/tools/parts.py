@@ -103,6 +103,10 @@ class CheckpointParts:
     left_out: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
+    def states_by(self, value: Callable[[Any], Any]) -> dict[str, dict[str, Any]]:
+        """`states` with each leaf converted by `value`."""
+        return {key: {name: value(leaf) for name, leaf in state.items()} for key, state in self.states.items()}
+
 
 def read_parts(
     path: Path,

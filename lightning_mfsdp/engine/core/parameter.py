@@ -84,18 +84,22 @@ class UnshardedParameter(nn.Parameter):
         self._refuse_where_nothing_shows_it(written=value is not None)
         self._grad = value
 
+    def _place(self) -> tuple[ParameterGroup | None, int]:
+        """Its group, `None` where that is gone, and its index there."""
+        reference, index = getattr(self, OWNER, (None, 0))
+        return (None if reference is None else reference()), index
+
     def _group_in_backward(self) -> ParameterGroup | None:
         """Its group, if a backward is running."""
         if compat.backward_task() == -1:
             return None
-        reference, _ = getattr(self, OWNER, (None, 0))
-        group: ParameterGroup | None = reference() if reference is not None else None
+        group, _ = self._place()
         context = group.root() if group is not None else None
         return group if context is not None and context.backward.is_running else None
 
     def _read_in_backward(self, group: ParameterGroup, grad: Tensor | None) -> Tensor | None:
         """What a hook reads while a backward runs: of one process the gradient so far, of several this rank's of this backward."""
-        index = getattr(self, OWNER)[1]
+        _, index = self._place()
         entry = group.entries[index]
         earlier: Tensor | None = entry.local.grad
         if earlier is None and index not in group.gradients.held:
@@ -110,8 +114,7 @@ class UnshardedParameter(nn.Parameter):
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> RemovableHandle:
         """As of the sharded parameter that modules show, while there is one."""
-        reference, index = getattr(self, OWNER, (None, 0))
-        group = reference() if reference is not None else None
+        group, index = self._place()
         register = (
             super().register_post_accumulate_grad_hook
             if group is None
@@ -121,8 +124,7 @@ class UnshardedParameter(nn.Parameter):
         return handle
 
     def _refuse_where_nothing_shows_it(self, *, written: bool) -> None:
-        reference, index = getattr(self, OWNER, (None, 0))
-        group = reference() if reference is not None else None
+        group, index = self._place()
         if group is None or self._group_in_backward() is not None:
             return
         entry = group.entries[index]
