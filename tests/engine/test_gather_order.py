@@ -529,6 +529,27 @@ def test_a_rank_that_leaves_a_block_with_whole_weights_out_ends_all_ranks_with_a
         assert "rank 0 has come to the reduction of layers.2[0]" in error, errors
 
 
+def back_often(rank: int, world: int) -> str:
+    """Steps with whole weights, in which rank 0 goes back twice."""
+    model = built()
+    fully_shard_units(model, list(model.layers), sharding="optim_grads")
+    optimizer = adamw(model)
+    try:
+        for _ in range(2):
+            for _ in range(2 - rank):
+                loss_of(model, inputs(0, rank)).backward()
+            optimizer.step()
+    except (EngineStateError, CollectiveError) as error:
+        compat.abort_process_groups()
+        return str(error)
+    return ""
+
+
+def test_ranks_with_whole_weights_that_go_back_more_often_end_with_an_error_that_says_so():
+    errors = run_distributed(back_often, 2)
+    assert all("and as many backwards" in error for error in errors), errors
+
+
 def test_ranks_that_run_equally_many_blocks_of_one_size_end_with_an_error_where_these_differ():
     errors = [result["error"] for result in run_distributed(train, 2, [0, 2], [0, 3])]
     for error in errors:

@@ -257,7 +257,8 @@ def settled(case: Description) -> Description:
     owned = [blocks[b.tied_to] if b.tied_to >= 0 else b for b in blocks]
     blocks = [replace(b, dtype=o.dtype, frozen=o.frozen) for b, o in zip(blocks, owned, strict=True)]
     model = replace(case.model, blocks=tuple(blocks))
-    if model.tied:
+    # What blocks keep has a gradient on every rank then, or ranks would run a backward more than others; DDP hangs there as well.
+    if model.tied or any(block.dropped == "by rank" for block in blocks):
         model = replace(model, frozen=False)
     if model.before == "parameter" and (program.loop == "raw" or configuration.precision == "mixed"):
         model = replace(

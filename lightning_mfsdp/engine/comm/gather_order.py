@@ -62,8 +62,8 @@ _FIRST = (0, "its first unit", FORWARD)  # whichever that is
 _ANY_OPTIMIZER = "an optimizer"
 
 _ADVICE = (
-    "Ranks that share weights have to run the same units in the same order between the same steps. Do so on all ranks, or use "
-    'sharding="optim_grads", which keeps weights whole on every rank, so that ranks may run different units'
+    "Ranks that share weights have to run the same units in the same order between the same steps, and as many backwards. Do so on all "
+    'ranks. Where only the units differ, use sharding="optim_grads": it keeps weights whole on every rank'
 )
 
 _STILL_S = 1.0  # without progress, after which a rank reports how far it is, and checks on others
@@ -297,7 +297,7 @@ class GatherOrder:
 
     def end_backward(self) -> None:
         """A backward that reduces gradients is at its end."""
-        if self._count:  # otherwise weights are whole
+        if self._count:  # otherwise weights are whole, and no reductions are recorded
             self.note(*_WHOLE_BACKWARD)
 
     def stepped(self) -> None:
@@ -306,7 +306,7 @@ class GatherOrder:
         Raises:
             EngineStateError: Another rank does something else.
         """
-        # Without gathers before it weights are whole. Of several steps in a row (perhaps one for each parameter) the first counts.
+        # Of several steps in a row (perhaps one for each parameter) the first counts; nothing does where nothing is recorded before it.
         if self.is_on and self._count and self._latest[0] != _STEP:
             if self._history.prediction != _STEP:
                 self._agree(_STEP, _ANY_OPTIMIZER)
