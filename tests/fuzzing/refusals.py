@@ -100,6 +100,12 @@ REFUSALS: tuple[Refusal, ...] = (
         ),
     ),
     Refusal(
+        r"EngineStateError: [\w.]+: on rank \d a gradient came after the gradients of this unit had been reduced",
+        "autograd does not tell whether the graph of an earlier microbatch has a reentrant checkpoint that is still to be recomputed, and "
+        "a second reduction in a backward would need that all ranks have one; the message says what to do",
+        lambda case: _goes_back_after_a_step(case) and any(b.checkpoint == "reentrant" for b in case.model.blocks),
+    ),
+    Refusal(
         r"Cannot access (storage of TensorWrapper|data pointer of Tensor that doesn't have storage)|autograd.Function with functorch",
         "tensors of torch.func transforms have no storage: weights cannot be gathered into them, nor compared with what is in host memory, "
         "and parameters that a step uses itself cannot be found in its results",
