@@ -76,7 +76,7 @@ class Watching(Callback):
         if batch_idx == self.microbatches:
             self.watch = _Watch(pl_module, trainer.optimizers[0], self.most)
             self.watch.begin()
-            self.profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+            self.profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
             self.profiler.__enter__()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:

@@ -14,6 +14,8 @@ FACTORS = ("abcd", (1, 2, 3), (False, True), ("x", "y", "z"))
 @pytest.fixture(autouse=True)
 def by_day(monkeypatch):
     monkeypatch.delenv("MFSDP_NIGHTLY", raising=False)
+    for module in ("tests.engine.worlds", "tests.helpers.nights"):
+        monkeypatch.setattr(f"{module}.NIGHT", False)
 
 
 def pairs(rows):
@@ -85,8 +87,7 @@ def test_at_night_it_is_the_full_product(monkeypatch):
     assert thinned([1, 2, 3], 3) == [1, 2, 3]
 
 
-def test_thinned_rows_have_each_value_of_all(monkeypatch):
-    monkeypatch.setattr("tests.helpers.nights.NIGHT", False)
+def test_thinned_rows_have_each_value_of_all():
     assert thinned(range(7), 3) == [0, 3, 6]
     rows = list(product("abc", (1, 2)))
     chosen = thinned(rows, 4)
