@@ -14,17 +14,16 @@ __all__ = ["call_in_children"]
 def call_in_children(method: Callable[[], object]) -> None:
     """Have every process that is forked from now on call a bound method, as long as the object that has it is alive."""
     methods = _methods()
-    methods[:] = [reference for reference in methods if reference() is not None]
-    methods.append(weakref.WeakMethod(method))
+    methods[weakref.WeakMethod(method, lambda gone: methods.pop(gone, None))] = None
 
 
 @functools.cache
-def _methods() -> list[weakref.WeakMethod[Callable[[], object]]]:
+def _methods() -> dict[weakref.ref[Callable[[], object]], None]:
     """The methods. Python keeps what it is to call after a fork for as long as the process lives, so that is one function for all fits."""
-    methods: list[weakref.WeakMethod[Callable[[], object]]] = []
+    methods: dict[weakref.ref[Callable[[], object]], None] = {}
 
     def call_all() -> None:
-        for reference in methods:
+        for reference in list(methods):
             if (method := reference()) is not None:
                 with contextlib.suppress(OSError):  # of a socket; the others must be called
                     method()

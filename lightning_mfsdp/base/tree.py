@@ -61,11 +61,18 @@ _ANSWER_BYTES = 32
 _CHUNK_BYTES = 1 << 20
 
 
-class _Secret(NamedTuple):
-    """What the two ends of a connection know of each other, from the store: others may listen at an address that two hosts have."""
+class _Contact(NamedTuple):
+    """Where a rank listens for its children, and what both say there: others may listen at an address that two hosts have."""
 
+    addresses: list[str]
+    port: int
     of_child: str
     of_parent: str
+
+    @classmethod
+    def of(cls, listener: socket.socket, addresses: list[str]) -> _Contact:
+        """Of a listener, with new tokens."""
+        return cls(addresses, listener.getsockname()[1], secrets.token_hex(16), secrets.token_hex(16))
 
 
 def children_of(rank: int, size: int) -> list[range]:
@@ -153,43 +160,87 @@ class Tree:
         if rank:
             with _naming_lost_store(rank):
                 store.set(f"{place}/{rank}/network", network)
-        listener, secret = None, _Secret(secrets.token_hex(16), secrets.token_hex(16))
-        if children:
-            networks = [_said(store, place, child, "network", rank) for child in children]
-            is_local = all(other == network for other in networks)
-            listener = _listener(is_local=is_local)
-            addresses = LOOPBACK if is_local else addresses_of_host()
-            with _naming_lost_store(rank), contextlib.ExitStack() as failed:
-                failed.callback(listener.close)
-                store.set(f"{place}/{rank}/contact", json.dumps([addresses, listener.getsockname()[1], *secret]))
-                failed.pop_all()
-        parent = None
-        # Before its children are answered, so that the parent misses a rank at once that fails from here on.
-        if rank:
-            first = _parent_of(rank, size)
-            addresses, port, *both = json.loads(_said(store, place, first, "contact", rank))
-            try:
-                parent = _connection(addresses, port, _Secret(*both), rank, meeting_s)
-            except OSError as error:
+        with contextlib.ExitStack() as closing:
+            below = above = None
+            if children:
+                networks = [_said(store, place, child, "network", rank) for child in children]
+                is_local = all(other == network for other in networks)
+                listener = closing.enter_context(_listener(is_local=is_local))
+                contact = _Contact.of(listener, LOOPBACK if is_local else addresses_of_host())
+                with _naming_lost_store(rank):
+                    store.set(f"{place}/{rank}/contact", json.dumps(contact))
+                below = listener, contact
+            if rank:
+                above = _Contact(*json.loads(_said(store, place, _parent_of(rank, size), "contact", rank)))
+            return cls._joined(rank, size, above, below, limit_s=limit_s, meeting_s=meeting_s)
+
+    def another(self, *, limit_s: float | None, meeting_s: float) -> Tree:
+        """Further connections between the same ranks, which find each other over these. Collective.
+
+        Args:
+            limit_s: As in `connected`.
+            meeting_s: As in `connected`.
+
+        Raises:
+            CollectiveError: As in `connected`.
+        """
+        with contextlib.ExitStack() as closing:
+            below = above = None
+            if self._children:
+                is_local = all(child.getsockname()[0] in LOOPBACK for child in self._children)
+                listener = closing.enter_context(_listener(is_local=is_local))
+                contact = _Contact.of(listener, [])
+                for child, part in zip(self._children, self._ranges, strict=True):
+                    self._send(child, part.start, json.dumps(contact).encode())
+                below = listener, contact
+            if self._parent is not None:
+                parent = _parent_of(self.rank, self.size)
+                said = _Contact(*json.loads(self._received(self._parent, parent)))
+                with self._whole(parent):
+                    above = said._replace(addresses=[self._parent.getpeername()[0]])
+            return self._joined(self.rank, self.size, above, below, limit_s=limit_s, meeting_s=meeting_s)
+
+    @classmethod
+    def _joined(
+        cls,
+        rank: int,
+        size: int,
+        above: _Contact | None,
+        below: tuple[socket.socket, _Contact] | None,
+        *,
+        limit_s: float | None,
+        meeting_s: float,
+    ) -> Tree:
+        """Connect to the parent, and have the children connect to a listener."""
+        children = [part.start for part in children_of(rank, size)]
+        parent, came = None, {}
+        with contextlib.ExitStack() as failed:
+            # Before its children are answered, so that the parent misses a rank at once that fails from here on.
+            if above is not None:
+                try:
+                    parent = failed.enter_context(_connection(above, rank, meeting_s))
+                except OSError as error:
+                    raise CollectiveError(
+                        f"rank {rank} on {socket.gethostname()} cannot reach rank {_parent_of(rank, size)} at {above.addresses}, port "
+                        f"{above.port}: {error}. Have the firewall let hosts of a run reach each other at all ports, and allow enough "
+                        "files (ulimit -n)"
+                    ) from error
+            if below is not None:
+                try:
+                    came = _accepted(*below, children, time.monotonic() + meeting_s)
+                except OSError as error:
+                    raise CollectiveError(
+                        f"rank {rank} on {socket.gethostname()} cannot accept connections of ranks {children[:8]}: {error}. Allow enough "
+                        "files (ulimit -n)"
+                    ) from error
+            for connection in came.values():
+                failed.enter_context(connection)
+            if missing := [child for child in children if child not in came]:
                 raise CollectiveError(
-                    f"rank {rank} on {socket.gethostname()} cannot reach rank {first} at {addresses}, port {port}: {error}. Have the "
-                    "firewall let hosts of a run reach each other at all ports, and allow enough files (ulimit -n)"
-                ) from error
-        came: dict[int, socket.socket] = {}
-        if listener is not None:
-            try:
-                with listener:
-                    came = _accepted(listener, secret, children, time.monotonic() + meeting_s)
-            except OSError as error:
-                raise CollectiveError(
-                    f"rank {rank} on {socket.gethostname()} cannot accept connections of ranks {children[:8]}: {error}. Allow enough files "
-                    "(ulimit -n)"
-                ) from error
-        if missing := [child for child in children if child not in came]:
-            raise CollectiveError(
-                f"rank {rank} on {socket.gethostname()} waited {meeting_s:g} s for ranks {missing[:8]} to connect to it. Look for the "
-                "first error in their output, and whether the firewall lets hosts of a run reach each other at all ports"
-            )
+                    f"rank {rank} on {socket.gethostname()} waited {meeting_s:g} s for ranks {missing[:8]} to connect to it. Look for the "
+                    "first error in their output, and whether the firewall lets hosts of a run reach each other at all ports"
+                )
+            failed.pop_all()
         return cls(rank, size, parent, [came[child] for child in children], limit_s)
 
     # -- objects -------------------------------------------------------------------------------------------------------
@@ -263,8 +314,11 @@ class Tree:
 
     def _send(self, connection: socket.socket, rank: int, data: bytes) -> None:
         with self._whole(rank):
-            connection.sendall(_LENGTH.pack(len(data)))
-            connection.sendall(data)
+            if len(data) < _CHUNK_BYTES:  # in one packet, where it fits
+                connection.sendall(_framed(data))
+            else:
+                connection.sendall(_LENGTH.pack(len(data)))
+                connection.sendall(data)
 
     def _received(self, connection: socket.socket, rank: int) -> bytes:
         with self._whole(rank):
@@ -302,9 +356,10 @@ def tree_of_all_ranks(name: str) -> Tree:
     def make() -> Tree:
         store = compat.default_store()
         waits_s = store.timeout.total_seconds()  # type: ignore[attr-defined]
+        if name == SAVES:
+            return tree_of_all_ranks(RANKS).another(limit_s=None, meeting_s=waits_s)
         rank, size = dist.get_rank(), dist.get_world_size()
-        limit_s = None if name == SAVES else waits_s
-        return Tree.connected(store, f"mfsdp/tree/{name}", rank, size, limit_s=limit_s, meeting_s=waits_s)
+        return Tree.connected(store, f"mfsdp/tree/{name}", rank, size, limit_s=waits_s, meeting_s=waits_s)
 
     return kept(("tree", name), make)
 
@@ -348,25 +403,25 @@ def _said(store: compat.Store, place: str, rank: int, what: str, here: int) -> s
         ) from error
 
 
-def _connection(addresses: Sequence[str], port: int, secret: _Secret, rank: int, meeting_s: float) -> socket.socket:
+def _connection(parent: _Contact, rank: int, meeting_s: float) -> socket.socket:
     """To a parent.
 
     Raises:
         OSError: No address leads to one; that of the last.
     """
-    *others, last = addresses
+    *others, last = parent.addresses
     for address in others:
         with contextlib.suppress(OSError):
-            return _connected(address, port, secret, rank, min(_ANSWER_S, meeting_s))
-    return _connected(last, port, secret, rank, meeting_s)
+            return _connected(address, parent, rank, min(_ANSWER_S, meeting_s))
+    return _connected(last, parent, rank, meeting_s)
 
 
-def _connected(address: str, port: int, secret: _Secret, rank: int, answer_s: float) -> socket.socket:
-    connection = socket.create_connection((address, port), timeout=_CONNECT_S)
+def _connected(address: str, parent: _Contact, rank: int, answer_s: float) -> socket.socket:
+    connection = socket.create_connection((address, parent.port), timeout=_CONNECT_S)
     try:
         connection.settimeout(answer_s)
-        connection.sendall(_GREETING.pack(secret.of_child.encode(), rank))
-        if not secrets.compare_digest(_read(connection, _ANSWER_BYTES), secret.of_parent.encode()):
+        connection.sendall(_GREETING.pack(parent.of_child.encode(), rank))
+        if not secrets.compare_digest(_read(connection, _ANSWER_BYTES), parent.of_parent.encode()):
             raise ConnectionError("another program answers there: give the hosts of a run different addresses")
     except OSError:
         connection.close()
@@ -375,7 +430,7 @@ def _connected(address: str, port: int, secret: _Secret, rank: int, answer_s: fl
 
 
 def _accepted(
-    listener: socket.socket, secret: _Secret, children: Sequence[int], until: float
+    listener: socket.socket, contact: _Contact, children: Sequence[int], until: float
 ) -> dict[int, socket.socket]:
     """Connections of those children that have come in time. What has no token is closed, and none is waited for alone.
 
@@ -399,7 +454,7 @@ def _accepted(
                         greetings[connection] = b"", time.monotonic() + _GREETING_S
                         selector.register(connection, selectors.EVENT_READ)
                 for connection in greetings.keys() & set(ready):
-                    rank = _greeted(connection, greetings, secret)
+                    rank = _greeted(connection, greetings, contact)
                     if rank is not None and rank in children:
                         selector.unregister(connection)
                         del greetings[connection]
@@ -413,7 +468,7 @@ def _accepted(
 
 
 def _greeted(
-    connection: socket.socket, greetings: dict[socket.socket, tuple[bytes, float]], secret: _Secret
+    connection: socket.socket, greetings: dict[socket.socket, tuple[bytes, float]], contact: _Contact
 ) -> int | None:
     """The rank that a whole greeting names, which is answered; -1 without the token, `None` while it is not whole."""
     data, limit = greetings[connection]
@@ -428,13 +483,13 @@ def _greeted(
         greetings[connection] = data, limit
         return None if news else -1
     key, rank = _GREETING.unpack(data)
-    if not secrets.compare_digest(key, secret.of_child.encode()):
+    if not secrets.compare_digest(key, contact.of_child.encode()):
         return -1
     try:
         with contextlib.suppress(BlockingIOError):
             if not connection.recv(1, socket.MSG_PEEK):  # it has waited too long for this, and tries another address
                 return -1
-        connection.sendall(secret.of_parent.encode())
+        connection.sendall(contact.of_parent.encode())
     except OSError:  # it has gone meanwhile
         return -1
     return int(rank)

@@ -3,8 +3,10 @@
 torchrun keeps its store when it starts workers again, and backends would read addresses of processes that are gone. So the ranks agree on
 a name that was never used before, and connect under it. Its restart count cannot serve as the name: it does not rise when nodes come or go.
 
-Every rank writes a token of its own, new for each call. Rank 0 draws the name, sends it to every token that it finds, and waits until all
-ranks have answered with it; a token of a dead process is never answered, and is read again until its successor has written another.
+Rank 0 draws the name and writes it where all look. Every rank answers under this name with its number and a token of its own, new for each
+call; when all numbers have answered, rank 0 tells the last token of each to go. A rank that read the name of an earlier start answers that
+one, hears nothing, and finds the new one; and nothing of an earlier start is under a name that was drawn since. So rank 0 calls the store
+a few times, however many ranks there are.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ __all__ = ["meet"]
 _log = logging.getLogger(__name__)
 
 _PAUSE_S = (0.001, 0.1)  # between two looks into the store: the first pause, and the longest
-_LOOKS_PER_S = 2560  # of all ranks together: more keep the store busy, and rank 0 waits for it as well
+_LOOKS_PER_S = 2560  # of all ranks together, in the end, and eight times as many at first: more keep the store busy
+_AT_ONCE = 1024  # keys in a call of the store
 _ANNOUNCE = timedelta(seconds=30)  # starts take that long where a node loads its libraries for the first time
 
 
@@ -43,38 +46,44 @@ def meet(
         TimeoutError: Some rank did not arrive in time; on rank 0 with their numbers.
     """
     common = PrefixStore("lightning_mfsdp/meeting", store)
-    token = uuid.uuid4().hex
-    longest_s = _PAUSE_S[1] if rank == 0 else max(_PAUSE_S[1], world_size / _LOOKS_PER_S)
-    waiting = _Waiting(timeout, announce_after, rank, longest_s)
-    common.set(f"token/{rank}", token)
-    if rank == 0:
-        name = uuid.uuid4().hex
-        tokens: dict[int, str] = {}
-        absent = set(range(world_size))
-        while absent:
-            for other in sorted(absent):
-                other_token = _read(common, f"token/{other}")
-                if other_token is not None and tokens.get(other) != other_token:
-                    tokens[other] = other_token
-                    common.set(f"name/{other_token}", name)
-                if other_token is not None and (other == 0 or common.check([f"answer/{other_token}/{name}"])):
-                    absent.discard(other)
-            if absent:
-                waiting.pause(f"ranks {number_ranges(absent)} of {world_size} did not come")
-        for other_token in tokens.values():
-            common.set(f"go/{other_token}", name)
-        return PrefixStore(name, store)
-    last_name = None
-    while (go := _read(common, f"go/{token}")) is None:
-        name = _read(common, f"name/{token}") or ""
-        if name and name != last_name:
-            common.set(f"answer/{token}/{name}", "here")
-            last_name = name
-        if last_name is None:
+    waiting = _Waiting(timeout, announce_after, rank, world_size)
+    name = _name_all(common, world_size, waiting) if rank == 0 else _find_name(common, rank, waiting)
+    return PrefixStore(name, store)
+
+
+def _name_all(common: PrefixStore, world_size: int, waiting: _Waiting) -> str:
+    """Draw a name, and wait until the other ranks have answered."""
+    name = uuid.uuid4().hex
+    common.set("name", name)
+    while True:
+        answers = (_read(common, f"answers/{name}") or "").split()
+        tokens = dict(answer.split(":") for answer in answers)  # the last of each rank
+        absent = [other for other in range(1, world_size) if str(other) not in tokens]
+        if not absent:
+            break
+        waiting.pause(f"ranks {number_ranges(absent)} of {world_size} did not come")
+    common.set("name", "")  # a later start that waits for its rank 0 does not take this one for it
+    common.delete_key(f"answers/{name}")
+    keys = [f"go/{name}/{token}" for token in tokens.values()]
+    for part in range(0, len(keys), _AT_ONCE):
+        some = keys[part : part + _AT_ONCE]
+        common.multi_set(some, ["go"] * len(some))  # type: ignore[attr-defined]
+    return name
+
+
+def _find_name(common: PrefixStore, rank: int, waiting: _Waiting) -> str:
+    """Answer the names that rank 0 draws, until it says that all have."""
+    token, last = uuid.uuid4().hex, ""
+    while not (last and common.check([f"go/{last}/{token}"])):
+        name = _read(common, "name") or ""
+        if name and name != last:
+            common.append(f"answers/{name}", f"{rank}:{token} ")  # type: ignore[attr-defined]
+            last = name
+        if not last:
             waiting.pause("rank 0 did not come")
         else:
             waiting.pause("rank 0 came, but not all others", announced=False)  # rank 0 knows which
-    return PrefixStore(go, store)
+    return last
 
 
 def _read(store: Store, key: str) -> str | None:
@@ -85,12 +94,13 @@ def _read(store: Store, key: str) -> str | None:
 class _Waiting:
     """Short pauses that grow, up to a limit."""
 
-    def __init__(self, timeout: timedelta, announce_after: timedelta, rank: int, longest_s: float) -> None:
+    def __init__(self, timeout: timedelta, announce_after: timedelta, rank: int, world_size: int) -> None:
         self._timeout_s, self._rank = timeout.total_seconds(), rank
         self._began = time.monotonic()
         self._until = self._began + self._timeout_s
         self._announce_at = self._began + announce_after.total_seconds()
-        self._pause_s, self._longest_s = _PAUSE_S[0], longest_s
+        share_s = world_size / _LOOKS_PER_S if rank else 0.0
+        self._pause_s, self._longest_s = max(_PAUSE_S[0], share_s / 8), max(_PAUSE_S[1], share_s)
 
     def pause(self, missing: str, *, announced: bool = True) -> None:
         now = time.monotonic()

@@ -176,15 +176,12 @@ class Endpoint:
         store = TCPStore("127.0.0.1", self.port, is_master=False, timeout=wait, wait_for_workers=False)
         own_store = meet(store, self.rank, self.size, wait)
         met = time.monotonic()
-        trees = [
-            Tree.connected(own_store, name, self.rank, self.size, limit_s=_LIMIT_S, meeting_s=_LIMIT_S)
-            for name in ("ranks", "saves")
-        ]
-        for tree in trees:
-            tree.decide(None, len)
+        first = Tree.connected(own_store, "ranks", self.rank, self.size, limit_s=_LIMIT_S, meeting_s=_LIMIT_S)
+        second = first.another(limit_s=_LIMIT_S, meeting_s=_LIMIT_S)
+        second.decide(None, len)  # all are connected
         self.seconds |= {"meet": met - began, "connect": time.monotonic() - met}
         self.cpu_seconds["start"] = time.process_time() - cpu_began
-        self.ranks = Ranks(tree=trees[0])
+        self.ranks = Ranks(tree=first)
         # What each rank does by itself is no part of the phases: all do it at the same time, and here one after the other.
         self.targets = targets_of(self.rank, self.size)
         self.plan = plan_of(self.rank, self.size)

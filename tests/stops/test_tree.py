@@ -67,6 +67,29 @@ def test_what_ranks_pass_comes_to_the_first_in_order_and_back() -> None:
     assert answers == [[rank**2, 1 << 22, sum(range(SIZE))] for rank in range(SIZE)]
 
 
+def test_another_tree_of_the_same_ranks_has_connections_of_its_own() -> None:
+    def exchange(tree: Tree) -> list[Any]:
+        other = tree.another(limit_s=60, meeting_s=60)
+        said = [other.decide(tree.rank, sum), tree.decide(tree.rank, max)]
+        tree.close()
+        return [*said, other.decide(tree.rank, len)]
+
+    answers = together(dist.HashStore(), exchange)
+    assert answers == [[sum(range(SIZE)), SIZE - 1, SIZE]] * SIZE
+    assert Tree.alone().another(limit_s=None, meeting_s=1).decide(3, max) == 3
+
+
+def test_ranks_that_want_another_tree_end_when_one_is_gone() -> None:
+    def exchange(tree: Tree) -> Any:
+        try:
+            return None if tree.rank == 1 else tree.another(limit_s=60, meeting_s=1).decide(tree.rank, len)
+        finally:
+            tree.close()
+
+    outcomes = together(dist.HashStore(), exchange)
+    assert all(isinstance(outcome, CollectiveError) for outcome in outcomes[:1] + outcomes[2:])
+
+
 def test_a_tree_of_one_rank_passes_nothing() -> None:
     tree = Tree.connected(dist.HashStore(), "place", 0, 1, limit_s=None, meeting_s=1)
     unpicklable = threading.Lock()
