@@ -184,21 +184,36 @@ class Tree:
         Raises:
             CollectiveError: As in `connected`.
         """
-        with contextlib.ExitStack() as closing:
-            below = above = None
-            if self._children:
-                is_local = all(child.getsockname()[0] in LOOPBACK for child in self._children)
-                listener = closing.enter_context(_listener(is_local=is_local))
-                contact = _Contact.of(listener, [])
-                for child, part in zip(self._children, self._ranges, strict=True):
-                    self._send(child, part.start, json.dumps(contact).encode())
-                below = listener, contact
-            if self._parent is not None:
-                parent = _parent_of(self.rank, self.size)
-                said = _Contact(*json.loads(self._received(self._parent, parent)))
-                with self._whole(parent):
-                    above = said._replace(addresses=[self._parent.getpeername()[0]])
-            return self._joined(self.rank, self.size, above, below, limit_s=limit_s, meeting_s=meeting_s)
+        try:
+            with contextlib.ExitStack() as closing:
+                below = above = None
+                if self._children:
+                    ends = [
+                        self._address(child, part.start)
+                        for child, part in zip(self._children, self._ranges, strict=True)
+                    ]
+                    listener = closing.enter_context(_listener(is_local=all(end in LOOPBACK for end in ends)))
+                    contact = _Contact.of(listener, [])
+                    for child, part in zip(self._children, self._ranges, strict=True):
+                        self._send(child, part.start, json.dumps(contact).encode())
+                    below = listener, contact
+                if self._parent is not None:
+                    parent = _parent_of(self.rank, self.size)
+                    said = _Contact(*json.loads(self._received(self._parent, parent)))
+                    above = said._replace(addresses=[self._address(self._parent, parent)])
+                return self._joined(self.rank, self.size, above, below, limit_s=limit_s, meeting_s=meeting_s)
+        except (
+            BaseException
+        ):  # others may have another tree: what comes over this one could not be understood; re-raised
+            self.close("could not make further connections")
+            raise
+
+    def _address(self, connection: socket.socket, rank: int) -> str:
+        """Of the other end."""
+        with self._whole(rank):
+            address, _, *rest = connection.getpeername()
+        scope = rest[1] if len(rest) == 2 else 0  # of a local address of IPv6
+        return f"{address}%{scope}" if scope else str(address)
 
     @classmethod
     def _joined(
@@ -461,6 +476,10 @@ def _accepted(
                         came[rank] = connection
                     elif rank is not None:
                         _turn_away(connection, greetings, selector)
+        except BaseException:  # re-raised
+            for connection in came.values():
+                connection.close()
+            raise
         finally:
             for connection in list(greetings):
                 _turn_away(connection, greetings, selector)

@@ -3,10 +3,10 @@
 torchrun keeps its store when it starts workers again, and backends would read addresses of processes that are gone. So the ranks agree on
 a name that was never used before, and connect under it. Its restart count cannot serve as the name: it does not rise when nodes come or go.
 
-Rank 0 draws the name and writes it where all look. Every rank answers under this name with its number and a token of its own, new for each
-call; when all numbers have answered, rank 0 tells the last token of each to go. A rank that read the name of an earlier start answers that
-one, hears nothing, and finds the new one; and nothing of an earlier start is under a name that was drawn since. So rank 0 calls the store
-a few times, however many ranks there are.
+Each call of a rank draws a number that is higher than those before. Rank 0 draws the name, with its number in it, and writes it where all
+look; names of lower numbers are those of earlier starts. Every rank answers a name with its own number, and when all have answered, rank 0
+tells the highest number of each to go. A process of an earlier start that still looks has a lower number than its successor, or
+answers for another number of ranks. Rank 0 calls the store a few times, however many ranks there are.
 """
 
 from __future__ import annotations
@@ -47,43 +47,56 @@ def meet(
     """
     common = PrefixStore("lightning_mfsdp/meeting", store)
     waiting = _Waiting(timeout, announce_after, rank, world_size)
-    name = _name_all(common, world_size, waiting) if rank == 0 else _find_name(common, rank, waiting)
+    name = _name_all(common, world_size, waiting) if rank == 0 else _find_name(common, rank, world_size, waiting)
     return PrefixStore(name, store)
 
 
 def _name_all(common: PrefixStore, world_size: int, waiting: _Waiting) -> str:
     """Draw a name, and wait until the other ranks have answered."""
-    name = uuid.uuid4().hex
+    number = common.add("calls", 1)
+    name = f"{number}-{uuid.uuid4().hex}"
     common.set("name", name)
-    while True:
-        answers = (_read(common, f"answers/{name}") or "").split()
-        tokens = dict(answer.split(":") for answer in answers)  # the last of each rank
-        absent = [other for other in range(1, world_size) if str(other) not in tokens]
-        if not absent:
-            break
-        waiting.pause(f"ranks {number_ranges(absent)} of {world_size} did not come")
-    common.set("name", "")  # a later start that waits for its rank 0 does not take this one for it
+    try:
+        while True:
+            latest: dict[int, int] = {}
+            for answer in (_read(common, f"answers/{name}") or "").split():
+                rank, size, called = map(int, answer.split("/"))
+                if size == world_size:
+                    latest[rank] = max(called, latest.get(rank, 0))
+            absent = [other for other in range(1, world_size) if other not in latest]
+            if not absent:
+                break
+            if _number_of(_read(common, "name")) < number:  # written late by an earlier start
+                common.set("name", name)
+            waiting.pause(f"ranks {number_ranges(absent)} of {world_size} did not come")
+    finally:  # a later start does not take this rank 0 for its own
+        common.compare_set("name", name, "")
     common.delete_key(f"answers/{name}")
-    keys = [f"go/{name}/{token}" for token in tokens.values()]
+    keys = [f"go/{name}/{called}" for called in latest.values()]
     for part in range(0, len(keys), _AT_ONCE):
         some = keys[part : part + _AT_ONCE]
         common.multi_set(some, ["go"] * len(some))  # type: ignore[attr-defined]
     return name
 
 
-def _find_name(common: PrefixStore, rank: int, waiting: _Waiting) -> str:
+def _find_name(common: PrefixStore, rank: int, world_size: int, waiting: _Waiting) -> str:
     """Answer the names that rank 0 draws, until it says that all have."""
-    token, last = uuid.uuid4().hex, ""
-    while not (last and common.check([f"go/{last}/{token}"])):
+    called, answered = common.add("calls", 1), ""
+    while not (answered and common.check([f"go/{answered}/{called}"])):
         name = _read(common, "name") or ""
-        if name and name != last:
-            common.append(f"answers/{name}", f"{rank}:{token} ")  # type: ignore[attr-defined]
-            last = name
-        if not last:
+        if _number_of(name) > _number_of(answered):
+            common.append(f"answers/{name}", f"{rank}/{world_size}/{called} ")  # type: ignore[attr-defined]
+            answered = name
+        if not answered:
             waiting.pause("rank 0 did not come")
-        else:
-            waiting.pause("rank 0 came, but not all others", announced=False)  # rank 0 knows which
-    return last
+        else:  # rank 0 knows which, unless it is that of a start that was killed
+            waiting.pause("rank 0 of this start, or of one before, came, but not all others", announced=rank == 1)
+    return answered
+
+
+def _number_of(name: str | None) -> int:
+    """Of the call that drew a name; 0: there is none."""
+    return int((name or "0").partition("-")[0])
 
 
 def _read(store: Store, key: str) -> str | None:

@@ -62,6 +62,9 @@ class Model:
             calls nothing, and uses one.
         judge: A frozen network is called with what the root returned, and the loss is of its "result", or of a "feature" that a hook in it
             keeps. Without a Trainer it is a root of its own.
+        hooks: "": none; of the first layer's and the first block's weight: on the gradient of a "parameter", or of one that is
+            "accumulated"; of the first block: "forward", "before forward", "backward"; of the optimizer: "before step", "after step".
+        hooks_late: They are registered when the model is sharded, and not before.
     """
 
     blocks: tuple[Block, ...] = (Block(),)
@@ -74,6 +77,8 @@ class Model:
     hidden: bool = False
     before: str = ""
     judge: str = ""
+    hooks: str = ""
+    hooks_late: bool = False
 
 
 @dataclass(frozen=True)
@@ -145,6 +150,8 @@ class Program:
         optimizer: "sgd", "momentum", "adamw" (with a large eps and weight decay), "adagrad" or "lars" (norms of whole tensors).
         calls_method: training_step calls a method of the root and not the root.
         data: Which batches.
+        groups: The optimizer has every other parameter in a second group, with another learning rate.
+        decays: Learning rates are lower after each step.
     """
 
     loop: str = "raw"
@@ -152,6 +159,8 @@ class Program:
     optimizer: str = "sgd"
     calls_method: bool = False
     data: int = 0
+    groups: bool = False
+    decays: bool = False
 
 
 @dataclass(frozen=True)
@@ -255,6 +264,8 @@ def features(case: Description) -> set[str]:
     for name in ("before", "judge"):
         if getattr(model, name):
             found.add(f"{name}: {getattr(model, name)}")
+    if model.hooks:
+        found |= {f"hooks: {model.hooks}", f"hooks on: {'sharded' if model.hooks_late else 'plain'}"}
     for block in model.blocks:
         found |= _block_features(block)
     steps = program.steps
@@ -263,6 +274,7 @@ def features(case: Description) -> set[str]:
         found.add("loop does: accumulation")
     if program.loop != "raw" and program.calls_method:
         found.add("loop does: method")
+    found |= {f"optimizer: {name}" for name in ("groups", "decays") if getattr(program, name)}
     for micro in micros:
         found.add(f"micro: {micro.kind}")
         if micro.side:

@@ -31,6 +31,16 @@ KEEPS = ("hook", "map", "branch", "penalty", "sum", "function")
 SIDES = ("beside", "alone", "exit")
 APART = ("first", "last")
 BEFORE = ("layer", "block", "parameter", "parameter")
+HOOKS = (
+    "parameter",
+    "accumulated",
+    "forward",
+    "before forward",
+    "backward",
+    "before step",
+    "before step",
+    "after step",
+)
 WRITES = ("in_place", "copy", "load_state_dict", "unshard", "data", "view")
 
 
@@ -56,7 +66,7 @@ def drawn(draw: Random, ranks: tuple[int, ...] = (1, 2, 3, 4)) -> Description:
     configuration = _configuration(draw, ranks, loop)
     case = Description(_model(draw), _program(draw, loop), configuration)
     # Last, so that a seed draws the rest as it did before there was this.
-    return settled(_with_side_doors(draw, case))
+    return settled(_with_hooks(draw, _with_side_doors(draw, case)))
 
 
 def _with_side_doors(draw: Random, case: Description) -> Description:
@@ -68,6 +78,13 @@ def _with_side_doors(draw: Random, case: Description) -> Description:
         model = replace(model, blocks=blocks)
     steps = tuple(replace(step, micros=tuple(_beside(draw, micro) for micro in step.micros)) for step in steps)
     return replace(case, model=model, program=replace(case.program, steps=steps))
+
+
+def _with_hooks(draw: Random, case: Description) -> Description:
+    """What a program has registered on its model and optimizer, and the optimizer's groups."""
+    hooks = _one_of(draw, HOOKS, 50)
+    model = replace(case.model, hooks=hooks, hooks_late=bool(hooks) and _chance(draw, 50))
+    return replace(case, model=model, program=replace(case.program, groups=_chance(draw, 20), decays=_chance(draw, 20)))
 
 
 def _beside(draw: Random, micro: Micro) -> Micro:
@@ -203,6 +220,7 @@ def _around(draw: Random, loop: str) -> Step:
 
 def settled(case: Description) -> Description:
     """The nearest case that plain PyTorch can run and that says nothing without effect."""
+    case = _for_hooks(case)
     configuration, program = case.configuration, case.program
     low = configuration.precision in ("mixed", "bfloat16")
     kinds = {micro.kind for step in program.steps for micro in step.micros}
@@ -278,9 +296,33 @@ def settled(case: Description) -> Description:
         configuration = replace(configuration, keeps_dtensors=False)
     if program.optimizer == "lars":
         configuration = replace(configuration, offload=False)
-    if low or program.loop != "raw" or not any(block.unit for block in blocks):
+    in_root = program.loop != "raw" or not any(block.unit for block in blocks)
+    if low or in_root or model.hooks == "accumulated":  # what is held back meets hooks that are registered meanwhile
         configuration = replace(configuration, late_root=False)
     return Description(model, replace(program, steps=steps), configuration)
+
+
+def _for_hooks(case: Description) -> Description:
+    """Hooks that plain PyTorch runs as often as data-parallel training does."""
+    model, program = case.model, case.program
+    micros = [micro for step in program.steps for micro in step.micros]
+    if (
+        model.hooks == "before step" and program.loop == "automatic"
+    ):  # Lightning's closure computes gradients after them
+        model = replace(model, hooks="")
+    if model.hooks == "backward" and any(micro.kind == "jvp" for micro in micros):
+        model = replace(model, hooks="")
+    if model.hooks == "accumulated" and program.loop == "automatic" and len(program.steps[0].micros) > 1:
+        model = replace(model, hooks="")
+    if model.hooks == "accumulated":  # PyTorch runs them in each inner backward, and for what ranks keep to themselves
+        blocks = tuple(replace(b, checkpoint="") if b.checkpoint == "reentrant" else b for b in model.blocks)
+        model = replace(model, blocks=blocks)
+        steps = tuple(
+            replace(step, micros=tuple(replace(micro, sync="all", poisoned=False) for micro in step.micros))
+            for step in program.steps
+        )
+        program = replace(program, steps=steps)
+    return replace(case, model=model if model.hooks else replace(model, hooks_late=False), program=program)
 
 
 def _settled_sides(step: Step, loop: str, keeps: bool, low: bool) -> Step:

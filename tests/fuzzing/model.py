@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.fuzzing.description import Block, Description
+from tests.fuzzing.hooks import put_hooks
 
 DIM = 4
 ROWS = 3  # of each rank's batch
@@ -258,6 +259,8 @@ def seeded(case: Description, make: Any = Net, seed: int = 0) -> Any:
         made = make(case).to(case.configuration.device)
         if case.model.judge:
             made.judges[0].to(case.configuration.device)
+        if not case.model.hooks_late:
+            put_hooks(case, made)
         return made
     finally:
         torch.set_default_dtype(default)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.fuzzing.description import Description, Micro, Step
+from tests.fuzzing.hooks import put_hooks, put_step_hooks
 from tests.fuzzing.model import batch, loss_of, shown, skipped_blocks
 
 FACTOR = 0.9  # of weights that are written
@@ -54,7 +55,10 @@ class Run:
         self.inside = False  # a training_step computes its loss
 
     def start(self) -> None:
-        """The model is there: keep what later steps come back to."""
+        """The model and the optimizer are there: keep what later steps come back to."""
+        if self.case.model.hooks_late:
+            put_hooks(self.case, self.model)
+            put_step_hooks(self.case, self.optimizer)
         self._trained = [name for name, p in self.model.blocks[0].named_parameters() if p.requires_grad]
         if any(step.state == "restore" for step in self.case.program.steps):
             self._save()
@@ -313,6 +317,9 @@ class Run:
     def end(self, step: Step) -> None:
         """After a step, outside of training_step."""
         self._held.clear()
+        if self.case.program.decays:
+            for group in self.optimizer.param_groups:
+                group["lr"] *= 0.7
         if step.write_at == "end":
             self.write(step)
         if step.state_at == "end":
@@ -427,14 +434,21 @@ class Lars(torch.optim.Optimizer):
 
 def make_optimizer(case: Description, parameters: Any) -> torch.optim.Optimizer:
     """Its steps are no quotients of rounding errors: eps is large. Nor do kernels depend on whether parameters are DTensors."""
-    kind = case.program.optimizer
+    kind, parameters = case.program.optimizer, list(parameters)
+    if case.program.groups and len(parameters) > 1:
+        parameters = [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 0.02}]
+    made: torch.optim.Optimizer
     if kind == "lars":
-        return Lars(parameters)
-    if kind == "adamw":
-        return torch.optim.AdamW(parameters, lr=0.05, eps=0.1, weight_decay=0.1, foreach=False)
-    if kind == "adagrad":
-        return torch.optim.Adagrad(parameters, lr=0.05, eps=0.1, foreach=False)
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9 if kind == "momentum" else 0.0, foreach=False)
+        made = Lars(parameters)
+    elif kind == "adamw":
+        made = torch.optim.AdamW(parameters, lr=0.05, eps=0.1, weight_decay=0.1, foreach=False)
+    elif kind == "adagrad":
+        made = torch.optim.Adagrad(parameters, lr=0.05, eps=0.1, foreach=False)
+    else:
+        made = torch.optim.SGD(parameters, lr=0.1, momentum=0.9 if kind == "momentum" else 0.0, foreach=False)
+    if not case.model.hooks_late:
+        put_step_hooks(case, made)
+    return made
 
 
 def run_loop(run: Any) -> list[Event]:

@@ -90,6 +90,28 @@ def test_ranks_that_want_another_tree_end_when_one_is_gone() -> None:
     assert all(isinstance(outcome, CollectiveError) for outcome in outcomes[:1] + outcomes[2:])
 
 
+def test_a_tree_that_was_closed_says_why_it_makes_no_other() -> None:
+    def exchange(tree: Tree) -> Any:
+        tree.close("was interrupted: KeyboardInterrupt")
+        return tree.another(limit_s=60, meeting_s=60)
+
+    outcomes = together(dist.HashStore(), exchange, 3)
+    assert all("was interrupted: KeyboardInterrupt" in str(outcome) for outcome in outcomes), outcomes
+
+
+def test_a_tree_that_fails_to_make_another_is_not_used_again() -> None:
+    def exchange(tree: Tree) -> Any:
+        with (
+            mock.patch.object(tree, "_joined", side_effect=CollectiveError("no files")),
+            contextlib.suppress(CollectiveError),
+        ):
+            tree.another(limit_s=60, meeting_s=60)
+        return tree.decide(tree.rank, len)
+
+    outcomes = together(dist.HashStore(), exchange, 3)
+    assert all("could not make further connections" in str(outcome) for outcome in outcomes), outcomes
+
+
 def test_a_tree_of_one_rank_passes_nothing() -> None:
     tree = Tree.connected(dist.HashStore(), "place", 0, 1, limit_s=None, meeting_s=1)
     unpicklable = threading.Lock()
