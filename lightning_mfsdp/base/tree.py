@@ -202,9 +202,8 @@ class Tree:
                     said = _Contact(*json.loads(self._received(self._parent, parent)))
                     above = said._replace(addresses=[self._address(self._parent, parent)])
                 return self._joined(self.rank, self.size, above, below, limit_s=limit_s, meeting_s=meeting_s)
-        except (
-            BaseException
-        ):  # others may have another tree: what comes over this one could not be understood; re-raised
+        except BaseException:  # re-raised
+            # Others may have the other tree, and what they send over this one next could not be understood.
             self.close("could not make further connections")
             raise
 

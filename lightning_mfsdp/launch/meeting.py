@@ -40,7 +40,8 @@ def meet(
         rank: Of this process.
         world_size: How many ranks there are.
         timeout: How long to wait for the others.
-        announce_after: When to log, once, which ranks have not come yet: rank 0 does, or the others if it is rank 0.
+        announce_after: When to log, once, which ranks have not come yet: rank 0 does, or the others if it is rank 0. Rank 1 logs as well
+            where it found a name, which may be that of a start that was killed.
 
     Raises:
         TimeoutError: Some rank did not arrive in time; on rank 0 with their numbers.
