@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from examples.decoder import PRESETS, Decoder, DecoderConfig, next_token_loss
 from examples.multi_token import MultiTokenDecoder, MultiTokenOptions
 from examples.text import BYTES, ByteText
 from lightning_mfsdp.context_parallel import context_attention, context_positions
+from lightning_mfsdp.optim import AdamW
 
 
 class LightningDecoder(LightningModule):
@@ -33,6 +34,8 @@ class LightningDecoder(LightningModule):
             is meant to be stopped and continued.
         meta: Build on the meta device, without memory; the strategy then fills in the weights as it shards them.
         multi_token: How tokens after the next one are predicted too; None: they are not.
+        betas: Of AdamW.
+        moments: Dtype of AdamW's moments.
 
     Raises:
         ValueError: There is no preset of that name.
@@ -47,6 +50,8 @@ class LightningDecoder(LightningModule):
         total_steps: int | None = None,
         meta: bool = False,
         multi_token: MultiTokenOptions | None = None,
+        betas: tuple[float, float] = (0.9, 0.95),
+        moments: Literal["float32", "bfloat16"] = "float32",
     ) -> None:
         super().__init__()
         if isinstance(config, str) and config not in PRESETS:
@@ -58,6 +63,7 @@ class LightningDecoder(LightningModule):
         self.total_steps = total_steps
         self.meta = meta
         self.multi_token = multi_token
+        self.betas, self.moments = betas, moments
         self.decoder: nn.Module | None = None
 
     def configure_model(self) -> None:
@@ -111,9 +117,12 @@ class LightningDecoder(LightningModule):
         matrices = [p for p in self.parameters() if p.ndim >= 2]
         others = [p for p in self.parameters() if p.ndim < 2]
         groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        options: dict[str, Any] = {"lr": self.learning_rate, "betas": self.betas}
         # Under loss scaling a fused optimizer removes the scale inside its step, too late for clipping.
         fused = not str(self.trainer.precision).startswith("16")
-        optimizer = torch.optim.AdamW(groups, lr=self.learning_rate, betas=(0.9, 0.95), fused=fused)
+        optimizer: torch.optim.Optimizer = (
+            torch.optim.AdamW(groups, **options, fused=fused) if self.moments == "float32" else AdamW(groups, **options)
+        )
         total = self.total_steps or int(self.trainer.estimated_stepping_batches)
 
         def scale(step: int) -> float:

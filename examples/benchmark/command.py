@@ -104,6 +104,7 @@ def run(
     parser.add_argument(
         "--recipe", choices=["current", "block", "delayed"], default="current", help="of engines that compute in FP8"
     )
+    parser.add_argument("--state-dtype", choices=["float32", "bfloat16"], default="float32", help="of AdamW's moments")
     parser.add_argument("--clip", type=float, default=0.0, help="largest gradient norm; 0: none")
     parser.add_argument("--accumulation", type=int, default=1, help="microbatches a step")
     parser.add_argument(
@@ -127,6 +128,7 @@ def run(
             reduce_dtype=getattr(torch, plan.reduce),
             clip=plan.clip,
             recipe=plan.recipe,
+            state_dtype=plan.state_dtype,
         )
         result = measure(plan.engine, options, plan)
         if dist.get_rank() == 0:

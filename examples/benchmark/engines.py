@@ -40,6 +40,7 @@ class Options:
         clip: Largest gradient norm, or 0 for no clipping.
         seed: Of the initial weights.
         recipe: Of FP8, in the engines that compute in it.
+        state_dtype: Of AdamW's moments.
     """
 
     size: str
@@ -51,6 +52,7 @@ class Options:
     clip: float = 0.0
     seed: int = 0
     recipe: str = "current"
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
 
     @property
     def config(self) -> DecoderConfig:
@@ -95,9 +97,13 @@ def build(options: Options, device: torch.device, dtype: torch.dtype = torch.flo
     return model.to(dtype)
 
 
-def adamw(parameters: object) -> torch.optim.AdamW:
+def adamw(parameters: Any, options: Options | None = None) -> torch.optim.Optimizer:
     """The optimizer of every engine; without warm-up a higher rate makes the 8B model's losses chaotic, which compares nothing."""
-    return torch.optim.AdamW(parameters, lr=1e-5, weight_decay=0.1, fused=True)  # type: ignore[arg-type]
+    if options is not None and options.state_dtype == "bfloat16":
+        from lightning_mfsdp.optim import AdamW
+
+        return AdamW(parameters, lr=1e-5, weight_decay=0.1)
+    return torch.optim.AdamW(parameters, lr=1e-5, weight_decay=0.1, fused=True)
 
 
 def compile_blocks(model: Decoder, options: Options) -> None:
@@ -111,16 +117,16 @@ def limit(options: Options, device: torch.device) -> Engine:
     """No communication at all."""
     model = build(options, device, torch.bfloat16)
     compile_blocks(model, options)
-    return limit_of(model, model, device)
+    return limit_of(model, model, device, options)
 
 
-def limit_of(model: nn.Module, forward: Callable[[Tensor], Tensor], device: torch.device) -> Engine:
+def limit_of(model: nn.Module, forward: Callable[[Tensor], Tensor], device: torch.device, options: Options) -> Engine:
     """The limit for a bf16 model."""
     total = sum(parameter.numel() for parameter in model.parameters()) // dist.get_world_size()
     shard = torch.zeros(total, device=device, requires_grad=True)
     compute = torch.zeros(total, device=device, dtype=torch.bfloat16)
     shard.grad = torch.zeros_like(shard)
-    optimizer = adamw([shard])
+    optimizer = adamw([shard], options)
 
     def step() -> None:
         optimizer.step()
@@ -196,7 +202,7 @@ def sharded_by_mfsdp(
     blocks = join_blocks(model, list(model.blocks), "auto" if joined else 1)
     for unit in (model.embedding, *blocks, model.head, model):
         fully_shard(unit, policy=policy, symmetric_memory=symmetric, reshard_after_forward=reshard, **more)
-    optimizer = fully_shard_optimizer(adamw(model.parameters()))
+    optimizer = fully_shard_optimizer(adamw(model.parameters(), options))
 
     def step() -> None:
         if options.clip:

@@ -139,7 +139,7 @@ def megatron_v1_of(model: nn.Module, options: Options, unit_classes: list[type[n
     )
     wrapped, optimizer = fully_shard(
         model,
-        adamw(model.parameters()),
+        adamw(model.parameters(), options),
         fsdp_unit_modules=unit_classes,
         zero_dp_strategy=3,
         mixed_precision_policy=policy,
@@ -165,7 +165,7 @@ def megatron_v2(options: Options, device: torch.device) -> Engine:
     policy = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.float32)
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh, placements=placements, mixed_precision_policy=policy)
-    optimizer = adamw(model.parameters())
+    optimizer = adamw(model.parameters(), options)
     fully_shard_optimizer(optimizer)
 
     def step() -> None:
@@ -196,7 +196,7 @@ def deepspeed_zero3(options: Options, device: torch.device) -> Engine:
         },
         "communication_data_type": "fp32" if options.reduce_dtype is torch.float32 else "bf16",
     }
-    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model.parameters(), options), config=config)
     return Engine(forward=engine, step=engine.step, backward=engine.backward)
 
 
@@ -216,7 +216,7 @@ PEERS: dict[str, Callable[[Options, torch.device], Engine]] = {
 
 
 def _stepper(model: nn.Module, options: Options) -> Callable[[], None]:
-    optimizer = adamw(model.parameters())
+    optimizer = adamw(model.parameters(), options)
 
     def step() -> None:
         if options.clip:

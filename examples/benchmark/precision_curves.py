@@ -1,10 +1,11 @@
-"""Loss curves of several precisions on the same real text, from the same start.
+"""Loss curves of several precisions, of products or of AdamW's moments, on the same real text, from the same start.
 
     torchrun --standalone --nproc_per_node=2 examples/benchmark/precision_curves.py --size 300m --steps 500 --out curves
 
 Trains through Trainer once for each precision. Two more runs in bfloat16, with the text in another order and from other weights, show
 how far apart curves are that differ by chance. So does `-nudged` at the end of any name: the same run with a learning rate that is larger
 by one millionth. A difference between precisions counts for something where it is larger than that between runs and nudged ones.
+"bf16-moments" computes in bfloat16 and keeps AdamW's moments in it, too; names with `-start-1` and so on have other weights.
 
 Rank 0 prints a table of the means of the last steps and of the loss on held-out text, and leaves curves.json and curves.png in the
 folder.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -39,12 +41,19 @@ FP8: dict[str, dict[str, Any]] = {
     "fp8-fused": {"recipe": "current", "fp8_weights": True, "fuse_weight_gradients": True},
 }
 NUDGED = "-nudged"
-NAMES = ("bf16", "bf16-other-order", "bf16-other-start", *FP8)
+MOMENTS = "bf16-moments"
+NAMES = ("bf16", "bf16-other-order", "bf16-other-start", MOMENTS, *FP8)
+START = re.compile(r"-start-(\d+)$")
+
+
+def kind_of(name: str) -> str:
+    """What a row is, wherever it starts: one of `NAMES`."""
+    return START.sub("", name.removesuffix(NUDGED))
 
 
 def precision_of(name: str) -> MFSDPPrecision:
     """The plugin of a row."""
-    name = name.removesuffix(NUDGED)
+    name = kind_of(name)
     if name.startswith("bf16"):
         return MFSDPPrecision("bf16-mixed")
     return MFSDPPrecision("transformer-engine", replace_layers=True, keep_high_precision=["decoder.head"], **FP8[name])
@@ -53,11 +62,13 @@ def precision_of(name: str) -> MFSDPPrecision:
 def train(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """One run: its training loss by step and its loss on held-out text, in bits per byte."""
     # Weights follow the seed; the order of the text follows the one that is set after they were drawn.
-    what = name.removesuffix(NUDGED)
-    seed_everything(int(what == "bf16-other-start"), verbose=False)
+    what, start = kind_of(name), START.search(name.removesuffix(NUDGED))
+    seed_everything(int(start[1]) if start else int(what == "bf16-other-start"), verbose=False)
     on_cpu = args.accelerator == "cpu"
     rate = args.learning_rate * (1 + 1e-6 * name.endswith(NUDGED))
-    module = LightningDecoder(args.size, learning_rate=rate, total_steps=args.steps, meta=not on_cpu)
+    moments = "bfloat16" if what == MOMENTS else "float32"
+    options = {"learning_rate": rate, "total_steps": args.steps, "betas": (0.9, args.beta2), "moments": moments}
+    module = LightningDecoder(args.size, **options, meta=not on_cpu)
     if on_cpu:
         module.configure_model()
     os.environ["PL_GLOBAL_SEED"] = "1" if what == "bf16-other-order" else "0"  # what Lightning's sampler shuffles by
@@ -130,13 +141,16 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=4)
     parser.add_argument("--held-out", type=int, default=64, help="windows of held-out text")
     parser.add_argument("--learning-rate", type=float, default=4e-4)
+    parser.add_argument("--beta2", type=float, default=0.95, help="of AdamW")
     parser.add_argument("--accelerator", default="gpu")
     parser.add_argument("--runs", default="bf16,bf16-other-order,fp8-current,fp8-block,fp8-weights")
     parser.add_argument("--out", type=Path, default=Path("mfsdp-runs/precision"))
     args = parser.parse_args()
     names = args.runs.split(",")
-    if unknown := {name for name in names if name.removesuffix(NUDGED) not in NAMES}:
-        parser.error(f"unknown runs {sorted(unknown)}; there are {', '.join(NAMES)}, each with or without {NUDGED}")
+    if unknown := {name for name in names if kind_of(name) not in NAMES}:
+        parser.error(
+            f"unknown runs {sorted(unknown)}; there are {', '.join(NAMES)}, each with or without -start-1 and {NUDGED}"
+        )
     hide_spurious_warnings()
     runs = []
     for name in names:

@@ -79,7 +79,7 @@ def limit_te(options: Options, device: torch.device, *, fp8: bool = False) -> En
     """No communication at all."""
     te = _te()
     model = decoder(te, options, device)
-    return limit_of(model, _inside(_computing(te, options, fp8=fp8), model), device)
+    return limit_of(model, _inside(_computing(te, options, fp8=fp8), model), device, options)
 
 
 def mfsdp_te(

@@ -92,7 +92,7 @@ class TimedDecoder(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """As in every engine of the benchmark."""
-        return adamw(self.parameters())
+        return adamw(self.parameters(), self.options)
 
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None

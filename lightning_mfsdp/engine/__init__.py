@@ -65,7 +65,13 @@ from lightning_mfsdp.engine.features.lerp import lerp_
 from lightning_mfsdp.engine.features.memory_timeline import MemorySample, MemoryTimeline
 from lightning_mfsdp.engine.features.step_trace import note_collective, traced_step
 from lightning_mfsdp.engine.optimizer.adopt import ELEMENTWISE_OPTIMIZERS
-from lightning_mfsdp.engine.optimizer.local_rows import LocalRowsOptimizer, RowPlacement, has_gradient, row_placement
+from lightning_mfsdp.engine.optimizer.local_rows import (
+    ElementwiseOptimizer,
+    LocalRowsOptimizer,
+    RowPlacement,
+    has_gradient,
+    row_placement,
+)
 from lightning_mfsdp.engine.optimizer.norm import clip_grad_norm_, clip_grad_value_, grad_norm
 
 __all__ = [
@@ -74,6 +80,7 @@ __all__ = [
     "CapturedLoss",
     "CapturedStep",
     "CollectiveError",
+    "ElementwiseOptimizer",
     "EngineStateError",
     "FlatGradient",
     "GradientWatch",

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_mfsdp.base.transformers_models import models_in
+from lightning_mfsdp.optim.adamw_rule import step_
 
 __all__ = ["FusedKernels", "attend_without_masks"]
 
@@ -19,13 +20,15 @@ _WITHOUT_MASKS = "mfsdp_sdpa_without_masks"
 
 
 class FusedKernels(TorchFunctionMode):
-    """Inside, `rms_norm` keeps what its CUDA kernel keeps: the input, and a number for each row."""
+    """Inside, `rms_norm` keeps what its CUDA kernel keeps: the input, and a number for each row. AdamW steps without temporary memory."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is F.rms_norm or func is torch.rms_norm:
             return _rms_norm(*args, **(kwargs or {}))
+        if func is step_:
+            return None
         return func(*args, **(kwargs or {}))
 
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_mfsdp._lightning_api import LightningModule, is_param_in_hook_signature
 from lightning_mfsdp.base import compat
+from lightning_mfsdp.optim import AdamW
 
 __all__ = ["OPTIMIZERS", "Subject", "batch_of", "huggingface_subject", "lightning_subject"]
 
@@ -26,6 +27,7 @@ _ENTRY = re.compile(r"(?:(\w+)=)?(\w+)\[([\d,\s]+)\]")
 # Those of PyTorch step all parameters of a group at once on GPUs, and on the CPU only where that is asked for.
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
+    "adamw_bf16": AdamW,
     "adam": lambda parameters: torch.optim.Adam(parameters, foreach=True),
     "momentum": lambda parameters: torch.optim.SGD(parameters, momentum=0.9, foreach=True),
     "sgd": lambda parameters: torch.optim.SGD(parameters, foreach=True),

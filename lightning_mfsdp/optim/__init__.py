@@ -1,5 +1,6 @@
-"""Optimizers that are not elementwise, for sharded parameters: they gather rows themselves."""
+"""Optimizers for sharded parameters: Muon gathers the rows that it needs, AdamW keeps its state in bfloat16."""
 
+from lightning_mfsdp.optim.adamw import AdamW
 from lightning_mfsdp.optim.muon import Muon
 
-__all__ = ["Muon"]
+__all__ = ["AdamW", "Muon"]

@@ -62,7 +62,7 @@ ALLOWED = {
         "lightning_mfsdp.engine",
     },
     "profile": {"lightning_mfsdp.base", "lightning_mfsdp.profile"},
-    "optim": {"torch", "lightning_mfsdp.optim", "lightning_mfsdp.base", "lightning_mfsdp.engine"},
+    "optim": {"torch", "triton", "lightning_mfsdp.optim", "lightning_mfsdp.base", "lightning_mfsdp.engine"},
     "recompute": {
         "torch",
         "lightning_mfsdp.recompute",

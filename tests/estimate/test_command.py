@@ -118,6 +118,18 @@ def test_a_lightning_module_is_estimated_with_what_a_file_says(run: Any, tmp_pat
     assert facts["most"]["optimizer state"] == facts["most"]["main weights, bfloat16"], "momentum alone, in bf16"
 
 
+def test_moments_in_bfloat16_take_half_and_their_step_nothing(run: Any) -> None:
+    wide, narrow = (
+        json.loads(run(CLASS, "--batch", BATCH, "--gpus", 2, "--json", "--quick", "--optimizer", name)[1])["most"]
+        for name in ("adamw", "adamw_bf16")
+    )
+    main_bytes = narrow["main weights, float32"]
+    steps_bytes = wide["optimizer state"] - 2 * main_bytes  # a number for each parameter
+    assert 0 < steps_bytes < 1000
+    assert narrow["optimizer state"] == main_bytes + steps_bytes
+    assert narrow["activations"] <= wide["activations"]
+
+
 def test_options_as_lightning_cli_reads_them_are_taken_from_a_file(run: Any, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     options = "timeout: 0:05:00, policy: {main_params_dtype: torch.bfloat16}"

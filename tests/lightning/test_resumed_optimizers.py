@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from lightning_mfsdp import MFSDPStrategy, sharded_parameters
+from lightning_mfsdp.optim import AdamW
+from tests.checkpoint.internals import full_optimizer_state
 from tests.helpers.distributed import run_distributed
 from tests.helpers.nights import NIGHT, rest_at_night
 from tests.lightning.models import (
@@ -45,6 +47,19 @@ class Scaled(Classifier):
         return super().loss(batch) * self.factor
 
 
+class Narrow(Classifier):
+    """Its moments are in bfloat16, or in what the run that goes on asks for."""
+
+    def __init__(self, kind: str = "bfloat16") -> None:
+        super().__init__()
+        self.kind = kind
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.kind == "torch":
+            return torch.optim.AdamW(self.parameters(), lr=0.05)
+        return AdamW(self.parameters(), lr=0.05, state_dtype=self.kind)  # type: ignore[arg-type]
+
+
 class TwoGroups(Classifier):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         parameters = list(self.parameters())
@@ -70,7 +85,7 @@ class TwoOptimizers(Classifier):
         return both[: self.count]
 
 
-KEPT = {"Own": "full", "Scaled": "sharded"}  # kinds of their checkpoints, on a push
+KEPT = {"Own": "full", "Scaled": "sharded", "Narrow": "sharded"}  # kinds of their checkpoints, on a push
 
 
 def runs(rank: int, world: int, folder: str) -> dict[str, Any]:
@@ -84,7 +99,7 @@ def runs(rank: int, world: int, folder: str) -> dict[str, Any]:
         trainer.fit(model, data, **options)
         return trainer
 
-    for model in (Own, Scaled):
+    for model in (Own, Scaled, Narrow):
         straight = seeded(model)
         fit(straight, 4)
         for kind in ("sharded", "full") if NIGHT else (KEPT[model.__name__],):
@@ -94,6 +109,14 @@ def runs(rank: int, world: int, folder: str) -> dict[str, Any]:
             trainer = fit(again, 4, ckpt_path=path)
             steps = {float(state["step"]) for state in trainer.optimizers[0].state.values()}
             found[f"{model.__name__} {kind}"] = full_state(straight), full_state(again), steps
+
+    found["moments"] = {}
+    for kind in ("float32", "torch", "bfloat16"):
+        source = f"{folder}/Narrow-sharded.ckpt" if kind != "bfloat16" else f"{folder}/moments-torch.ckpt"
+        trainer = fit(seeded(Narrow, kind=kind), 2, ckpt_path=source)
+        trainer.save_checkpoint(f"{folder}/moments-{kind}.ckpt")
+        state = full_optimizer_state(trainer.optimizers[0], keep=True)["state"]
+        found["moments"][kind] = {number: values["exp_avg_sq"] for number, values in state.items()}
 
     fit(seeded(Classifier), 1, "full").save_checkpoint(f"{folder}/one.ckpt")
     other = seeded(TwoGroups)
@@ -136,6 +159,20 @@ def test_an_optimizer_goes_on_to_the_bit_whether_it_holds_dtensors_or_rows(ran: 
         assert steps == {4.0}, "on every rank, also for parameters without rows there"
         for name, value in straight.items():
             assert torch.equal(again[name], value), name
+
+
+def test_moments_take_the_dtype_of_the_run_that_goes_on(ran: Any) -> None:
+    """From bfloat16 to float32, of ours and of torch's, and back, to the bit."""
+    for found in ran:
+        moments = found["moments"]
+        assert {kind: {value.dtype for value in values.values()} for kind, values in moments.items()} == {
+            "float32": {torch.float32},
+            "torch": {torch.float32},
+            "bfloat16": {torch.bfloat16},
+        }
+        for number, value in moments["bfloat16"].items():
+            assert torch.equal(moments["float32"][number], value.float()), number
+            assert torch.equal(moments["torch"][number], value.float()), number
 
 
 def test_a_full_checkpoint_that_does_not_fit_the_optimizer_leaves_the_model_alone(ran: Any) -> None:

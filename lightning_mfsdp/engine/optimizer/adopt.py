@@ -39,7 +39,7 @@ from lightning_mfsdp.engine.core.parameter import Entry
 from lightning_mfsdp.engine.core.rows import sharded_axes
 from lightning_mfsdp.engine.core.writes import OwnCode
 from lightning_mfsdp.engine.optimizer.driver import OptimizerDriver, OptimizerSupport
-from lightning_mfsdp.engine.optimizer.local_rows import LocalRowsOptimizer
+from lightning_mfsdp.engine.optimizer.local_rows import ElementwiseOptimizer, LocalRowsOptimizer
 from lightning_mfsdp.engine.optimizer.norm import GradientPlaces
 from lightning_mfsdp.engine.optimizer.representations import Representations, hold
 from lightning_mfsdp.engine.optimizer.shown_state import ShownState
@@ -140,7 +140,7 @@ class _ShardedStep:
             )
 
     def _take_over(self, optimizer: Optimizer) -> None:
-        has_known_steps = type(optimizer) in ELEMENTWISE_OPTIMIZERS or isinstance(optimizer, LocalRowsOptimizer)
+        has_known_steps = _is_elementwise(optimizer) or isinstance(optimizer, LocalRowsOptimizer)
         writes_in_steps_alone = has_known_steps or self._support.writes_in_steps_alone(optimizer)
         local = _works_on_rows(optimizer, self._elementwise, is_known=writes_in_steps_alone)
         # With elementwise=True `param_groups` always hold plain rows, so the step may be compiled.
@@ -166,11 +166,11 @@ class _ShardedStep:
             self._drivers = self._support.prepare(optimizer, entries_by_group, local=local)
         finally:
             self._held.end(optimizer)  # also where it is refused
-        if hides_rows and not self._drivers and type(optimizer) in ELEMENTWISE_OPTIMIZERS:
+        if hides_rows and not self._drivers and _is_elementwise(optimizer):
             self._held.flatten(optimizer)
         # DTensors record writes to them; local rows do not.
         self._is_watched, self._writes_elsewhere = local, not writes_in_steps_alone
-        self._may_assign = local and not (hides_rows and type(optimizer) in ELEMENTWISE_OPTIMIZERS)
+        self._may_assign = local and not (hides_rows and _is_elementwise(optimizer))
         for group, entries in entries_by_group.items():
             if (context := group.root()) is not None:
                 context.optimizers.track(entries)
@@ -333,6 +333,10 @@ def _reduce_held_back(roots: Iterable[Context]) -> None:
         root.reduce_held_back()
 
 
+def _is_elementwise(optimizer: Optimizer) -> bool:
+    return type(optimizer) in ELEMENTWISE_OPTIMIZERS or isinstance(optimizer, ElementwiseOptimizer)
+
+
 def _works_on_rows(optimizer: Optimizer, elementwise: bool | None, *, is_known: bool) -> bool:
     """Whether an optimizer gets plain rows. All ranks agree.
 
@@ -412,7 +416,8 @@ def _held_entries(optimizer: Optimizer, local: bool, grad_scaler: object | None)
                     "so small gradients become zero; pass grad_scaler=lightning_mfsdp.DistributedGradScaler(...) and use it "
                     "(a plain GradScaler may skip a step on one rank alone), or compute in bfloat16"
                 )
-            if owner.offloads and (not local or isinstance(optimizer, LocalRowsOptimizer)):
+            reads_rows = isinstance(optimizer, LocalRowsOptimizer) and not _is_elementwise(optimizer)
+            if owner.offloads and (not local or reads_rows):
                 raise ShardingError(
                     f'fully_shard_optimizer: parameter {entry.name} was sharded with offload="optimizer", which needs an optimizer that '
                     f"treats every number by itself, and {type(optimizer).__name__} reads whole tensors; shard without offload, use one "

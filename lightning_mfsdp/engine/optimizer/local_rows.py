@@ -1,7 +1,7 @@
-"""Tells optimizers that step local rows without being elementwise where the other rows of a parameter are.
+"""Bases of optimizers outside `torch.optim` that step local rows, and where the other rows of a parameter are.
 
-Such an optimizer derives from `LocalRowsOptimizer`. `fully_shard_optimizer` then gives it plain local rows, and it collects by
-itself what its rule needs of other ranks.
+`fully_shard_optimizer` gives plain local rows to a `LocalRowsOptimizer`, which collects by itself what its rule needs of other ranks. An
+`ElementwiseOptimizer` needs nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lightning_mfsdp.engine.core.group import owner_of
 from lightning_mfsdp.engine.core.rows import holders
 
-__all__ = ["LocalRowsOptimizer", "RowPlacement", "has_gradient", "row_placement"]
+__all__ = ["ElementwiseOptimizer", "LocalRowsOptimizer", "RowPlacement", "has_gradient", "row_placement"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,15 @@ class LocalRowsOptimizer(Optimizer):
 
     A rank without rows of a parameter has an empty gradient of it. Such an optimizer creates the same state there as elsewhere, over no
     rows: `state_dict()` has to show the same on all ranks.
+    """
+
+
+class ElementwiseOptimizer(LocalRowsOptimizer):
+    """Base of optimizers that do to each number what they would do to it in any other tensor, and write in `step` alone.
+
+    They are treated as the elementwise optimizers of `torch.optim`: rows of neighboring parameters are stepped as one tensor, and with
+    `offload="optimizer"` a few parameters at a time. State with a number for each number of a parameter is likewise of any tensor; what
+    else is in it, such as `step`, is the same for all parameters that have been stepped equally often.
     """
 
 

@@ -1,0 +1,387 @@
+"""AdamW with moments in bfloat16: torch's rule, moments that are right on the mean, and the same bits on every mesh."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_mfsdp import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer
+from lightning_mfsdp.optim import AdamW
+from tests.checkpoint.internals import full_optimizer_state
+from tests.engine.worlds import by_world, check
+from tests.helpers.chain import STRATEGIES, weights
+from tests.helpers.pairwise import in_turn
+from tests.optim.internals import (
+    GRADIENT_FACTOR,
+    MIX_1,
+    MIX_2,
+    STEP_FACTOR,
+    Rule,
+    random_bits,
+    rounded,
+    step_,
+)
+
+# Rows that no number of ranks divides, fewer rows than ranks, a single number, no columns to speak of.
+SHAPES = ((7, 3), (2, 9), (1, 1), (16, 5), (33,), (6, 6))
+EXACT = MixedPrecisionPolicy(grad_reduce="sum")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+LAST_32_BITS = 0xFFFFFFFF
+
+
+# -- the rule ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_with_moments_in_float32_it_does_what_torchs_does(dtype):
+    options = {"lr": 2e-3, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.3, "maximize": dtype is torch.float64}
+    generator = torch.Generator().manual_seed(0)
+    ours, theirs = (nn.Parameter(torch.linspace(-2, 2, 999).to(dtype)) for _ in range(2))
+    optimizer, reference = AdamW([ours], state_dtype="float32", **options), torch.optim.AdamW([theirs], **options)
+    for _ in range(1000 if dtype is torch.float32 else 20):
+        ours.grad = torch.randn(999, generator=generator).to(dtype)
+        theirs.grad = ours.grad.clone()
+        optimizer.step()
+        reference.step()
+    # A step of 0.002 is rounded to half of the last bit of a weight below 4, a random walk of as many steps; bfloat16 has 8 bits.
+    tolerance = {torch.float32: 2e-6, torch.float64: 1e-7, torch.bfloat16: 0.1}[dtype]
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
+    assert optimizer.state[ours]["exp_avg_sq"].dtype is torch.float32
+
+
+def test_weights_are_stepped_from_moments_that_are_not_rounded_yet():
+    """So that the first step is that of float32, to the bit."""
+    narrow, wide = (nn.Parameter(torch.linspace(-1, 1, 64)) for _ in range(2))
+    for parameter, dtype in ((narrow, "bfloat16"), (wide, "float32")):
+        parameter.grad = torch.linspace(3, -2, 64)
+        AdamW([parameter], state_dtype=dtype).step()
+    assert torch.equal(narrow, wide)
+
+
+@pytest.mark.parametrize("numel", [1, 3, 17, 1001])
+def test_random_bits_are_those_of_exact_integers(numel):
+    """PyTorch's int32 wraps in the vectorized part of a loop as well as in its tail."""
+    weight, gradient = torch.randn(2, numel, generator=torch.Generator().manual_seed(numel))
+
+    def mixed(one: int, other: int) -> int:
+        bits = (one ^ (other * GRADIENT_FACTOR) & LAST_32_BITS) + 7 * STEP_FACTOR & LAST_32_BITS
+        bits = (bits ^ bits >> 16) * MIX_1 & LAST_32_BITS
+        bits = (bits ^ bits >> 13) * MIX_2 & LAST_32_BITS
+        return bits ^ bits >> 16
+
+    patterns = ([value % 2**32 for value in tensor.view(torch.int32).tolist()] for tensor in (weight, gradient))
+    expected = [mixed(*pair) for pair in zip(*patterns, strict=True)]
+    assert [value % 2**32 for value in random_bits(weight, gradient, 7).tolist()] == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_bits_are_those_of_the_weight_before_the_step(dtype):
+    weight, gradient = (part.to(dtype) for part in torch.randn(2, 500, generator=torch.Generator().manual_seed(0)))
+    bits = random_bits(weight, gradient, 3)
+    mean, variance = torch.zeros(2, 500, dtype=torch.bfloat16)
+    step_(weight, gradient, mean, variance, Rule.of(AdamW([nn.Parameter(weight)]).defaults, 3))
+    wanted = rounded(gradient.float() * (1 - 0.9), bits & 0xFFFF)
+    assert torch.equal(mean, wanted.bfloat16())
+    wanted = rounded(gradient.float() * (1 - 0.999) * gradient.float(), (bits >> 16) & 0xFFFF)
+    assert torch.equal(variance, wanted.bfloat16())
+
+
+def test_what_is_rounded_is_right_on_the_mean_and_one_of_two_neighbors():
+    generator = torch.Generator().manual_seed(0)
+    value = torch.tensor([1.001, -3.3, 1e-30, 7.0, -1.0 - 2**-9]).repeat_interleave(100_000)
+    results = rounded(value, torch.randint(0, 1 << 16, value.shape, generator=generator, dtype=torch.int32))
+    assert torch.equal(results.bfloat16().float(), results), "bfloat16 has them"
+    unit = torch.exp2(value.abs().log2().floor() - 7)  # of the last of eight bits
+    assert ((results - value).abs() < unit).all()
+    errors = ((results - value) / unit).view(5, -1).mean(1)
+    assert errors.abs().max() < 5 * 0.5 / 100_000**0.5
+    assert torch.equal(results[300_000:400_000], value[300_000:400_000]), "7 needs no rounding"
+    special = torch.tensor([float("inf"), float("-inf"), 0.0])
+    assert torch.equal(rounded(special, torch.full((3,), 0xFFFF, dtype=torch.int32)).abs()[:2], special.abs()[:2])
+    assert rounded(torch.tensor([float("nan")]), torch.tensor([0xFFFF], dtype=torch.int32)).isnan().all()
+
+
+def test_the_second_moment_shrinks_where_the_nearest_rounding_would_keep_it():
+    """With beta 0.999 it changes by less than half of its last bit: the reason for rounding at random."""
+    parameter = nn.Parameter(torch.linspace(-1, 1, 4096))
+    optimizer = AdamW([parameter], lr=1e-3)
+    generator = torch.Generator().manual_seed(0)
+    nearest, exact = torch.ones(4096, dtype=torch.bfloat16), torch.ones(4096)
+    parameter.grad = torch.ones(4096)
+    optimizer.step()
+    optimizer.state[parameter]["exp_avg_sq"].fill_(1)
+    for _ in range(1500):
+        parameter.grad = 0.1 * torch.randn(4096, generator=generator)
+        optimizer.step()
+        squares = parameter.grad.square()
+        nearest.copy_(nearest.float() * 0.999 + squares * 0.001)
+        exact.mul_(0.999).add_(squares, alpha=0.001)
+    found = optimizer.state[parameter]["exp_avg_sq"].float()
+    assert nearest.float().mean() > 0.9, "which is why"
+    assert abs(found.mean() / exact.mean() - 1) < 0.01
+    assert (found / exact - 1).std() < 0.12
+
+
+def test_equal_gradients_of_equal_weights_round_in_different_ways_in_other_steps():
+    parameter = nn.Parameter(torch.zeros(8))
+    weight, gradient = parameter.detach(), torch.ones(8)
+    bits = torch.stack([random_bits(weight, gradient, step) for step in range(1, 9)])
+    assert len(set(bits[:, 0].tolist())) == 8
+    assert (bits == bits[:, :1]).all(), "and in the same way wherever they are"
+
+
+# -- as any optimizer --------------------------------------------------------------------------------------------------
+
+
+class Numbers(nn.Module):
+    """The loss is linear, so that gradients are known exactly: every sum of them is."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.weights = nn.ParameterList(torch.randn(shape, generator=generator) for shape in SHAPES)
+
+    def forward(self, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(step)
+        products = [(one * torch.randint(-60, 60, one.shape, generator=generator)).sum() for one in self.parameters()]
+        return torch.stack(products).sum()
+
+
+class Model(nn.Module):
+    """Two units and a root with numbers of its own; one parameter is frozen and one unit is used in even steps only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.own = Numbers(0), Numbers(1), nn.Parameter(torch.linspace(-1, 1, 40).view(10, 4))
+        self.first.weights[3].requires_grad_(False)
+
+    def forward(self, step: int) -> Tensor:
+        loss = self.first(step) + (self.own * (step + 2)).sum()
+        return loss + self.second(step + 50) if step % 2 == 0 else loss
+
+
+def made(**options: Any) -> Model:
+    model = Model()
+    options.setdefault("policy", EXACT)
+    for unit in (model.first, model.second):
+        fully_shard(unit, **options)
+    return fully_shard(model, **options)
+
+
+def groups(model: Model) -> list[dict[str, Any]]:
+    return [{"params": [*model.first.parameters(), model.own]}, {"params": model.second.parameters(), "lr": 0.3}]
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, factor: int = 1) -> None:
+    for step in steps:
+        (model(step) * factor).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def reference(world: int, steps: int, **options: Any) -> tuple[dict[str, Tensor], dict[int, dict[str, Tensor]]]:
+    """Weights by name and moments by number of one process."""
+    model = Model()
+    optimizer = AdamW(groups(model), lr=0.05, **options)
+    train(model, optimizer, range(steps), world)
+    state = optimizer.state_dict()["state"]
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}, state
+
+
+def assert_equal(model: Model, optimizer: torch.optim.Optimizer, expected: Any, case: object) -> None:
+    for name, value in weights(model).items():
+        assert torch.equal(value, expected[0][name]), f"{case}: {name}"
+    state = full_optimizer_state(optimizer, keep=True)["state"]
+    assert state.keys() == expected[1].keys(), case
+    for name, values in state.items():
+        for key in ("step", *MOMENTS):
+            assert values[key].dtype is expected[1][name][key].dtype, f"{case} {name} {key}"
+            assert torch.equal(values[key].cpu(), expected[1][name][key]), f"{case} {name} {key}"
+
+
+def it_trains_as_one_process_to_the_bit_under_every_sharding(rank, world):
+    """Also joined with its neighbors, with moments that follow to another sharding, and those of float32."""
+    for sharding in in_turn(world, STRATEGIES):
+        for dtype in ("bfloat16", "float32"):
+            model = made(sharding=sharding)
+            optimizer = fully_shard_optimizer(AdamW(groups(model), lr=0.05, state_dtype=dtype))
+            train(model, optimizer, range(4))
+            assert_equal(model, optimizer, reference(world, 4, state_dtype=dtype), f"{sharding} {dtype}")
+
+
+def rows_of_neighbors_are_stepped_together(rank, world):
+    model = made()
+    optimizer = fully_shard_optimizer(AdamW(model.parameters()))
+    counts = []
+    model(0).backward()
+    optimizer.register_step_post_hook(lambda *_: counts.append(len(optimizer.state)))
+    stepped = []
+    own = AdamW._step_one
+
+    def counting(self: AdamW, group: Any, parameter: Tensor, gradient: Tensor) -> None:
+        stepped.append(parameter.numel())
+        own(self, group, parameter, gradient)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AdamW, "_step_one", counting)
+        optimizer.step()
+    assert len(stepped) < len([one for one in model.parameters() if one.requires_grad]) == 12
+    assert counts == [12]
+
+
+def with_offload_it_comes_to_the_same(rank, world):
+    model = made(offload="optimizer")
+    optimizer = fully_shard_optimizer(AdamW(groups(model), lr=0.05))
+    train(model, optimizer, range(3))
+    assert_equal(model, optimizer, reference(world, 3), "offload")
+
+
+def a_state_follows_to_other_dtypes_and_optimizers(rank, world):
+    """Into float32 to the bit; from float32 to the nearest; into torch's own and back."""
+    model = made()
+    optimizer = fully_shard_optimizer(AdamW(groups(model), lr=0.05))
+    train(model, optimizer, range(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    wanted = full_optimizer_state(optimizer, keep=True)["state"]
+    for kind in ("float32", "torch", "bfloat16"):
+        other = made(sharding="optim")
+        held = groups(other)
+        theirs = torch.optim.AdamW(held) if kind == "torch" else AdamW(held, state_dtype=kind)
+        fully_shard_optimizer(theirs)
+        theirs.load_state_dict(copy.deepcopy(saved))
+        for name, values in full_optimizer_state(theirs, keep=True)["state"].items():
+            for key in MOMENTS:
+                assert values[key].dtype is (torch.bfloat16 if kind == "bfloat16" else torch.float32), kind
+                assert torch.equal(values[key].float(), wanted[name][key].float()), f"{kind} {name} {key}"
+        again = fully_shard_optimizer(AdamW(groups(other)))
+        again.load_state_dict(theirs.state_dict())
+        for name, values in full_optimizer_state(again, keep=True)["state"].items():
+            assert all(torch.equal(values[key], wanted[name][key]) for key in MOMENTS), f"back from {kind}: {name}"
+
+
+def state_from_before_sharding_moves_over(rank, world):
+    model = Model()
+    optimizer = AdamW(groups(model), lr=0.05)
+    train(model, optimizer, range(2), world)
+    for unit in (model.first, model.second):
+        fully_shard(unit, policy=EXACT)
+    fully_shard(model, policy=EXACT)
+    fully_shard_optimizer(optimizer)
+    train(model, optimizer, range(2, 4))
+    assert_equal(model, optimizer, reference(world, 4), "moved")
+
+
+WORLDS = {
+    1: (with_offload_it_comes_to_the_same, a_state_follows_to_other_dtypes_and_optimizers),
+    2: (
+        it_trains_as_one_process_to_the_bit_under_every_sharding,
+        rows_of_neighbors_are_stepped_together,
+        with_offload_it_comes_to_the_same,
+        a_state_follows_to_other_dtypes_and_optimizers,
+        state_from_before_sharding_moves_over,
+    ),
+    3: (it_trains_as_one_process_to_the_bit_under_every_sharding,),
+}
+
+
+@by_world(WORLDS)
+def test_on_shards(world, case):
+    check(WORLDS, world, case)
+
+
+def test_copies_pickles_and_the_dtype_of_a_checkpoint_that_is_no_option():
+    parameter = nn.Parameter(torch.ones(5))
+    parameter.grad = torch.linspace(0, 1, 5)
+    optimizer = AdamW([parameter])
+    optimizer.step()
+    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert other.state_dtype == "bfloat16"
+        (values,) = other.state.values()
+        assert values["exp_avg"].dtype is torch.bfloat16
+    wide = AdamW([parameter], state_dtype="float32")
+    wide.load_state_dict(optimizer.state_dict())
+    assert wide.state_dtype == "float32"
+    assert wide.state[parameter]["exp_avg"].dtype is torch.float32
+
+
+def test_memory_layouts_with_gaps_or_another_order_are_stepped_alike():
+    plain, last = nn.Parameter(torch.randn(2, 3, 4, 5)), None
+    last = nn.Parameter(plain.detach().clone(memory_format=torch.channels_last))
+    gap = nn.Parameter(torch.empty(2, 3, 4, 10)[..., ::2].copy_(plain.detach()))
+    gradient = torch.randn(2, 3, 4, 5)
+    for parameter in (plain, last, gap):
+        optimizer = AdamW([parameter])
+        for _ in range(3):
+            parameter.grad = gradient.clone()
+            optimizer.step()
+    assert torch.equal(plain, last)
+    assert torch.equal(plain, gap)
+
+
+def test_a_closure_is_called_with_gradients_enabled():
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = AdamW([parameter], lr=torch.tensor(0.5))
+
+    def closure() -> Tensor:
+        loss = parameter.square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) == 3
+    assert (parameter < 0.6).all()
+
+
+def message_of(function: Callable[[], Any]) -> str:
+    with pytest.raises(ValueError, match="AdamW") as info:
+        function()
+    return str(info.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"state_dtype": "8bit"}, 'AdamW: option state_dtype=\'8bit\': expected "bfloat16" or "float32"'),
+        ({"lr": -1.0}, "AdamW: option lr=-1.0: expected a number of at least 0"),
+        ({"betas": (0.9, 1.0)}, "AdamW: option betas=(0.9, 1.0): expected two numbers from 0 to below 1"),
+        ({"betas": (0.9,)}, "AdamW: option betas=(0.9,): expected two numbers"),
+        ({"eps": -1e-8}, "AdamW: option eps=-1e-08: expected a number of at least 0"),
+        ({"weight_decay": -0.1}, "AdamW: option weight_decay=-0.1: expected a number of at least 0"),
+    ],
+)
+def test_an_option_out_of_its_range_is_named(options, expected):
+    assert expected in message_of(lambda: AdamW([nn.Parameter(torch.ones(1))], **options))
+
+
+def test_what_it_cannot_step_is_refused():
+    assert "a parameter of shape (2,) has dtype torch.complex64" in message_of(
+        lambda: AdamW([nn.Parameter(torch.ones(2, dtype=torch.complex64))])
+    )
+    table = nn.Embedding(4, 2, sparse=True)
+    optimizer = AdamW(table.parameters())
+    table(torch.tensor([1])).sum().backward()
+    assert "the gradient of a parameter of shape (4, 2) is sparse" in message_of(optimizer.step)
+    parameter = nn.Parameter(torch.ones(2))
+    largest = torch.optim.AdamW([parameter], amsgrad=True)
+    parameter.grad = torch.ones(2)
+    largest.step()
+    before = AdamW([parameter])
+    assert "option amsgrad=True: expected False" in message_of(lambda: before.load_state_dict(largest.state_dict()))
+    with pytest.raises(ValueError, match="expected real"):
+        before.add_param_group({"params": [nn.Parameter(torch.ones(1, dtype=torch.complex64))]})
+    assert len(before.param_groups) == 1
+
+
+def test_a_tensor_without_numbers_has_state_and_changes_nothing():
+    parameter = nn.Parameter(torch.ones(0, 4))
+    parameter.grad = torch.ones(0, 4)
+    optimizer = AdamW([parameter])
+    optimizer.step()
+    assert optimizer.state[parameter]["exp_avg"].shape == (0, 4)
+    rule = Rule.of(optimizer.param_groups[0], 1)
+    step_(parameter.detach(), parameter.grad, *(torch.ones(0, 4) for _ in range(2)), rule)
