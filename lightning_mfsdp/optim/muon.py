@@ -17,7 +17,7 @@ from torch.optim.optimizer import ParamsT
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.engine import LocalRowsOptimizer, RowPlacement, ShardingError, has_gradient, row_placement
 from lightning_mfsdp.optim.exchange import BatchExchange
-from lightning_mfsdp.optim.orthogonalize import orthogonalize
+from lightning_mfsdp.optim.orthogonalize import orthogonalize, orthogonalize_stack
 from lightning_mfsdp.optim.sharing import WIRE_DTYPE, Batch, SharedMatrix, plan_batches
 
 __all__ = ["Muon"]
@@ -42,6 +42,9 @@ class Muon(LocalRowsOptimizer):
     one is computed. A matrix that every rank holds whole (`no_shard`, ignored parameters, no sharding at all) is orthogonalized by every
     rank, without communication; under HSDP each replica works by itself.
 
+    In a parameter group with `"stacked": True` parameters are stacks of matrices `[E, R, C]`, such as the weights of experts, and each
+    matrix is orthogonalized by itself. It is whole on the rank that has it, also with expert parallelism, so nothing is exchanged.
+
     A parameter group with `"use_muon": False` is updated by AdamW, with the group's `lr`, `betas`, `eps` (1e-8 there) and
     `weight_decay`. So one optimizer suffices for a model whose embedding, head, biases and norms are not for Muon.
 
@@ -61,7 +64,7 @@ class Muon(LocalRowsOptimizer):
             bytes an element). The step takes up to eight times as much memory, besides what one matrix takes while it is computed.
 
     Raises:
-        ValueError: An option out of its range, or a parameter that is not a matrix in a group that is not AdamW's.
+        ValueError: An option out of its range, or a parameter that is neither in a group that is not AdamW's.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class Muon(LocalRowsOptimizer):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
             "use_muon": True,
+            "stacked": False,
             "betas": betas,
         }
         super().__init__(params, defaults)
@@ -108,6 +112,7 @@ class Muon(LocalRowsOptimizer):
         self._placements, self._plans = {}, {}
         for group in self.param_groups:
             group.setdefault("use_muon", True)
+            group.setdefault("stacked", False)
             group.setdefault("betas", self.defaults["betas"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -160,7 +165,10 @@ class Muon(LocalRowsOptimizer):
         shared: dict[dist.ProcessGroup, list[Tensor]] = {}
         for parameter in parameters:
             if parameter not in self._placements:
-                self._placements[parameter] = _whole_matrix(parameter)
+                self._placements[parameter] = _whole_matrices(parameter, is_stack=group["stacked"])
+            if group["stacked"]:
+                self._step_stack(group, parameter)
+                continue
             placement = self._placements[parameter]
             if placement is not None and placement.group is not None:
                 if placement.shape.numel():
@@ -170,6 +178,17 @@ class Muon(LocalRowsOptimizer):
                 _descend(group, parameter, parameter.shape, _orthogonalize(group, update.to(WIRE_DTYPE, copy=True)))
         for ranks, sharded in shared.items():
             self._step_shared(group, self._plan(number, ranks, sharded), ranks)
+
+    def _step_stack(self, group: dict[str, Any], stack: Tensor) -> None:
+        """Step matrices that are all here, as many at a time as `exchange_bytes` has room for."""
+        (update,) = self._take_gradients(group, [stack])
+        shape = stack.shape[1:]
+        together = max(1, self.exchange_bytes // max(1, shape.numel() * WIRE_DTYPE.itemsize))
+        for some, updates in zip(stack.split(together), update.split(together), strict=True):
+            if some.numel():
+                matrices = updates.to(WIRE_DTYPE, copy=True)
+                options = group["ns_coefficients"], group["ns_steps"], group["eps"]
+                _descend(group, some, shape, orthogonalize_stack(matrices, *options))
 
     def _plan(self, number: int, ranks: dist.ProcessGroup, parameters: list[Tensor]) -> _Plan:
         plan = self._plans.get((number, ranks))
@@ -274,28 +293,30 @@ def _check_options(group: Mapping[str, Any]) -> None:
             raise ValueError(f"Muon: option {name}={group[name]!r}: expected {expected}")
 
 
-def _whole_matrix(parameter: Tensor) -> RowPlacement | None:
-    """Which ranks have which rows of a whole matrix; `None` if it is not sharded. Collective for some; see `row_placement`."""
+def _whole_matrices(parameter: Tensor, *, is_stack: bool) -> RowPlacement | None:
+    """Which ranks have which rows of whole matrices; `None` if it is not sharded. Collective for some; see `row_placement`."""
     placement = row_placement(parameter)
-    if placement is not None and placement.parts > 1:
-        raise ShardingError(
-            f"Muon.step: parameter {placement.name} of shape {tuple(placement.shape)} is one of {placement.parts} parts of a matrix, this "
-            'rank\'s experts or what a tensor axis gives it: expected whole matrices. Put it into a group with "use_muon": False, which '
-            "AdamW updates"
-        )
-    return placement
+    if placement is None or placement.parts == 1 or (is_stack and placement.has_whole_rows):
+        return placement
+    raise ShardingError(
+        f"Muon.step: parameter {placement.name} of shape {tuple(placement.shape)} is one of {placement.parts} parts of a matrix, this "
+        'rank\'s experts or what a tensor axis gives it: expected whole matrices. Put it into a group with "use_muon": False, which '
+        "AdamW updates"
+    )
 
 
 def _check_parameters(group: Mapping[str, Any]) -> None:
     for number, parameter in enumerate(group["params"] if group["use_muon"] else ()):
-        if parameter.dim() != 2 or parameter.is_complex():
+        if parameter.dim() != (3 if group["stacked"] else 2) or parameter.is_complex():
             placement = row_placement(parameter)
             name = (
                 placement.name
                 if placement is not None
                 else dict(enumerate(group.get("param_names", ()))).get(number, number)
             )
+            expected = "stacks of matrices (3-D)" if group["stacked"] else "matrices"
             raise ValueError(
-                f"Muon: parameter {name} of shape {tuple(parameter.shape)} and dtype {parameter.dtype}: expected matrices of real "
-                'numbers. Put others into a group with "use_muon": False, which AdamW updates'
+                f"Muon: parameter {name} of shape {tuple(parameter.shape)} and dtype {parameter.dtype}: expected {expected} of real "
+                'numbers. Put stacks, such as weights of experts, into a group with "stacked": True, and what is neither into one with '
+                '"use_muon": False, which AdamW updates'
             )

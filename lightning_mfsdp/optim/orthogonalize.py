@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["orthogonalize", "work_of"]
+__all__ = ["orthogonalize", "orthogonalize_stack", "work_of"]
 
 
 def orthogonalize(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
@@ -33,6 +33,29 @@ def orthogonalize(matrix: Tensor, coefficients: tuple[float, float, float], step
         polynomial = torch.addmm(gram, gram, gram, beta=cubic, alpha=quintic)
         current = torch.addmm(current, polynomial, current, beta=linear)
     return current.T if is_tall else current
+
+
+def orthogonalize_stack(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """`orthogonalize` for each matrix of a stack, in few launches.
+
+    Args:
+        matrices: `[E, R, C]`, bfloat16, contiguous. Overwritten.
+        coefficients: As there.
+        steps: As there.
+        eps: As there, of each matrix.
+
+    Returns:
+        `[E, R, C]`, bfloat16.
+    """
+    linear, cubic, quintic = coefficients
+    is_tall = matrices.size(1) > matrices.size(2)
+    current = matrices.mT if is_tall else matrices
+    current.div_(torch.linalg.vector_norm(current, dim=(1, 2), keepdim=True).clamp(min=eps))
+    for _ in range(steps):
+        gram = current @ current.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=cubic, alpha=quintic)
+        current = torch.baddbmm(current, polynomial, current, beta=linear)
+    return current.mT if is_tall else current
 
 
 def work_of(shape: torch.Size) -> int:

@@ -274,6 +274,11 @@ def one_more(rank: int) -> nn.Module:
     return nn.Sequential(*(nn.Linear(4, 4) for _ in range(1 + rank)))
 
 
+def other_buffers(rank: int) -> nn.Module:
+    """One rank would send them before it learns that the others have none."""
+    return nn.Sequential(nn.Linear(4, 4), nn.Identity() if rank else nn.BatchNorm1d(4))
+
+
 def other_tie(rank: int) -> nn.Module:
     two = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     if rank:
@@ -302,6 +307,7 @@ CASES = {
     "ranks differ in a dtype": partial(differing, other_dtype, "torch.float32", "torch.bfloat16"),
     "ranks differ in what is frozen": partial(differing, other_frozen, "requires_grad=True", "requires_grad=False"),
     "ranks differ in length": partial(differing, one_more, r"as on rank 0: \[\]", "1.weight"),
+    "ranks differ in buffers": partial(differing, other_buffers, "1.weight", r"got on rank 1: \[\]"),
     "ranks differ in what is tied": partial(differing, other_tie, "1.weight", r"got on rank 1: \[\]"),
 }
 

@@ -178,6 +178,20 @@ def unused_parameters_get_zeros_if_told_so(rank: int, world: int) -> None:
         assert context(model).reductions._usage.waits == 0
 
 
+def unused_parameters_get_zeros_while_a_graph_includes_backwards(rank: int, world: int) -> None:
+    """A graph cannot ask whether a parameter was used. Without it they have none again."""
+    model = sharded("optim_grads")
+    model.used = (0, 2)
+    for is_in_graph in (False, True, False):
+        if is_in_graph:
+            context(model).reductions.include_in_graph()
+        model(inputs(0, rank).double()).square().mean().backward()
+        assert (model.never.grad is not None) is (model.towers[1].bend.grad is not None) is is_in_graph
+        model.zero_grad()
+        if is_in_graph:
+            context(model).reductions.leave_graph()
+
+
 def an_optimizer_clears_gradients_on_ranks_without_rows(rank: int, world: int) -> None:
     """Of one row, one rank has all: the others hear of it when an optimizer on local rows clears its gradient."""
     for sharding, set_to_none in product(in_turn(2, STRATEGIES), (True, False)):
@@ -196,7 +210,11 @@ CASES = (
     unused_parameters_get_zeros_if_told_so,
     an_optimizer_clears_gradients_on_ranks_without_rows,
 )
-WORLDS = {1: (CASES[0], *CASES[2:]), 2: CASES, **at_night({3: CASES})}
+WORLDS = {
+    1: (CASES[0], *CASES[2:]),
+    2: (*CASES, unused_parameters_get_zeros_while_a_graph_includes_backwards),
+    **at_night({3: CASES}),
+}
 
 
 @by_world(WORLDS)

@@ -342,6 +342,13 @@ def misuse_is_named(rank, world):
         assert f"Muon: option {option}={value!r}: expected" in raised(
             ValueError, lambda made_so=made_so: Muon(matrices, **made_so)
         )
+    stack = nn.Parameter(torch.ones(2, 3, 4))
+    assert "shape (2, 3, 4) and dtype torch.float32: expected matrices of real numbers. Put stacks" in raised(
+        ValueError, lambda: Muon([stack])
+    )
+    assert "expected stacks of matrices (3-D) of real" in raised(
+        ValueError, lambda: Muon([{"params": matrices, "stacked": True}])
+    )
     named = [("scale", nn.Parameter(torch.ones(3)))]
     assert "parameter scale of shape (3,)" in raised(ValueError, lambda: Muon(named))
     model(torch.ones(2, 8)).sum().backward()
@@ -412,6 +419,74 @@ def experts_of_several_ranks_are_no_matrix(rank, world):
         optimizer.step()
 
 
+class Stacks(nn.Module):
+    """Stacks of matrices, fewer than ranks, more, wide and tall, and a matrix beside them; the loss is linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        shapes = ((5, 3, 4), (2, 6, 2), (7, 4, 4), (1, 9, 3))
+        self.stacks = nn.ParameterList(torch.randn(shape, generator=generator) for shape in shapes)
+        self.matrix = nn.Parameter(torch.randn(6, 5, generator=generator))
+
+    def forward(self, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(step)
+        products = [(one * torch.randint(-60, 60, one.shape, generator=generator)).sum() for one in self.parameters()]
+        return torch.stack(products).sum()
+
+
+def stacks_step_like_each_of_their_matrices_without_communication(rank, world):
+    options = {"lr": 0.3, "adjust_lr_fn": "match_rms_adamw", "momentum": 0.9}
+    plain = Stacks()
+    alone = [nn.Parameter(matrix.clone()) for stack in plain.stacks for matrix in stack.detach()]
+    theirs = torch.optim.Muon(alone, **options)
+    for step in range(3):
+        plain.zero_grad()
+        (plain(step) * world).backward()
+        for parameter, gradient in zip(alone, [one for stack in plain.stacks for one in stack.grad], strict=True):
+            parameter.grad = gradient.clone()
+        theirs.step()
+    for (case, placed), limit in product(placements(world), (1, 10**9)):
+        model = Stacks()
+        fully_shard(model, policy=EXACT, **placed)
+        held = [{"params": list(model.stacks), "stacked": True}]
+        optimizer = fully_shard_optimizer(Muon(held, **options, exchange_bytes=limit))
+        with counted() as calls:
+            train(model, optimizer, range(3))
+        assert calls == [], case
+        found = weights(model)
+        wanted = iter(alone)
+        for number, stack in enumerate(model.stacks):
+            for matrix in found[f"stacks.{number}"]:
+                assert torch.equal(matrix, next(wanted)), (case, limit, stack.shape)
+
+
+def experts_of_several_ranks_are_stacks(rank, world):
+    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("shard", "expert"))
+    generator = torch.Generator().manual_seed(0)
+    tokens, chosen = torch.randn(4 * world, 8, generator=generator), torch.arange(4 * world).remainder(2 * world)
+    results = []
+    for divided in (False, True):
+        torch.manual_seed(0)
+        experts = GroupedExperts(num_experts=2 * world, hidden_size=8, intermediate_size=4)
+        if divided:
+            fully_shard(expert_parallel(experts, mesh), mesh, policy=EXACT)
+        optimizer = Muon([{"params": experts.parameters(), "stacked": True}], lr=0.1)
+        if divided:
+            fully_shard_optimizer(optimizer)
+        own = slice(4 * rank, 4 * rank + 4) if divided else slice(None)
+        for _ in range(2):
+            experts(tokens[own], chosen[own, None], torch.ones(len(chosen[own]), 1)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(
+            weights(experts) if divided else {name: one.detach() for name, one in experts.named_parameters()}
+        )
+    for name, value in results[0].items():
+        own_experts = value[2 * rank : 2 * rank + 2] if len(results[1][name]) == 2 else value
+        torch.testing.assert_close(results[1][name], own_experts, rtol=0.02, atol=0.01)
+
+
 CASES = (
     trains_like_torch_to_the_bit,
     clearing_and_missing_gradients_are_agreed_on,
@@ -424,11 +499,14 @@ WORLDS = {
         a_closure_and_loss_scaling_change_nothing,
         copies_and_states_of_torchs_own_go_on,
         misuse_is_named,
+        stacks_step_like_each_of_their_matrices_without_communication,
     ),
     3: (
         *CASES,
         two_exchanges_a_batch_and_bounded_bytes,
         experts_of_several_ranks_are_no_matrix,
+        experts_of_several_ranks_are_stacks,
+        stacks_step_like_each_of_their_matrices_without_communication,
         a_closure_and_loss_scaling_change_nothing,
         a_checkpoint_of_three_ranks_goes_on_on_two_to_the_bit,
     ),

@@ -30,6 +30,7 @@ class RowPlacement:
         group: The ranks that share the rows out among them; `None` where every rank has all of them.
         rows: Of dim 0, by rank of `group`; of this rank alone where there is no group. Together all of them, each once.
         parts: Of how many parts this rank's is one: other ranks have other experts, or other parts along a tensor axis.
+        has_whole_rows: A row here, an index of dim 0, is a whole one: what other ranks have are other rows.
     """
 
     name: str
@@ -37,6 +38,7 @@ class RowPlacement:
     group: dist.ProcessGroup | None
     rows: tuple[range, ...]
     parts: int
+    has_whole_rows: bool
 
 
 class LocalRowsOptimizer(Optimizer):
@@ -76,6 +78,7 @@ def row_placement(parameter: Tensor) -> RowPlacement | None:
         group=process_group,
         rows=tuple(group.layout.owned_rows(index, shard) for shard in shards),
         parts=math.prod(axis.size for axis in entry.part_axes),
+        has_whole_rows=all(part.dim == 0 for part in entry.piece.parts),
     )
 
 
