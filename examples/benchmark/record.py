@@ -73,10 +73,22 @@ ROWS = {
         options=(*_AT_8K, "--compile", "--layers", "14"),
         size="8b",
     ),
+    "dense-bf16-moments": Row(
+        title="Llama 3 8B, rows of 8,192 tokens, 16 microbatches of 1 row, bf16, moments of AdamW in bf16 everywhere",
+        published="-",
+        contenders=("trainer:mfsdp-tuned", "limit", "fsdp2-tuned-sharded"),
+        options=(*_AT_8K, "--compile", "--state-dtype", "bfloat16"),
+        size="8b",
+    ),
     "fp8": Row(
         title="Llama 3 8B, rows of 8,192 tokens, 16 microbatches of 1 row, FP8 of Transformer Engine",
         published="Megatron-FSDP, 8 DGX-H100: 14,451 tokens/s, 744 TFLOP/s (Megatron-Bridge, performance-summary-archive.md, 25.11)",
-        contenders=("mfsdp-te-fp8-weights-fused-symm", "fsdp2-te-fp8", "megatron-te-fp8-weights"),
+        contenders=(
+            "mfsdp-te-fp8-weights-fused-symm",
+            "mfsdp-te-fp8-weights-fused-symm-sharded",
+            "fsdp2-te-fp8",
+            "megatron-te-fp8-weights",
+        ),
         options=_AT_8K,
         size="8b",
     ),

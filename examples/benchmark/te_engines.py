@@ -91,6 +91,7 @@ def mfsdp_te(
     fused: bool = False,
     symmetric: bool = False,
     keep: bool = False,
+    keep_sharded: bool = False,
     te: Any = None,
 ) -> Engine:
     """This package.
@@ -103,6 +104,7 @@ def mfsdp_te(
         fused: Modules write gradients of their weights themselves.
         symmetric: Gathers on symmetric memory.
         keep: Transposes of FP8 weights stay until these change; 8-bit copies of bfloat16 weights stay until the backward.
+        keep_sharded: Each microbatch's gradients are reduced, so that they accumulate sharded.
         te: `transformer_engine.pytorch`.
     """
     from lightning_mfsdp import MixedPrecisionPolicy
@@ -112,7 +114,7 @@ def mfsdp_te(
     policy = MixedPrecisionPolicy(compute_dtype=torch.bfloat16, grad_comm_dtype=options.reduce_dtype)
     if not fp8:
         model = decoder(te, options, device, fused=fused)
-        engine = sharded_by_mfsdp(model, options, policy, symmetric=symmetric)
+        engine = sharded_by_mfsdp(model, options, policy, symmetric=symmetric, keep_sharded=keep_sharded)
         fuse_weight_gradients(model)
         return engine
     compute = Fp8Compute(
@@ -126,7 +128,7 @@ def mfsdp_te(
     with compute.building():
         model = decoder(te, options, device, fused=fused)
     compute.prepare(model, dist.group.WORLD)
-    engine = sharded_by_mfsdp(model, options, compute.policy(policy), symmetric=symmetric)
+    engine = sharded_by_mfsdp(model, options, compute.policy(policy), symmetric=symmetric, keep_sharded=keep_sharded)
     fuse_weight_gradients(model)
 
     def backward(loss: Tensor) -> None:
@@ -173,6 +175,9 @@ TE_ENGINES: dict[str, Callable[[Options, torch.device], Engine]] = {
     "mfsdp-te-fp8-weights-keep": partial(mfsdp_te, fp8=True, weights=True, keep=True),
     "mfsdp-te-fp8-weights-fused": partial(mfsdp_te, fp8=True, weights=True, fused=True),
     "mfsdp-te-fp8-weights-fused-symm": partial(mfsdp_te, fp8=True, weights=True, fused=True, symmetric=True),
+    "mfsdp-te-fp8-weights-fused-symm-sharded": partial(
+        mfsdp_te, fp8=True, weights=True, fused=True, symmetric=True, keep_sharded=True
+    ),
     "fsdp2-te-bf16": partial(fsdp2_te, fp8=False),
     "fsdp2-te-fp8": partial(fsdp2_te, fp8=True),
     "megatron-te-bf16": partial(megatron_te, fp8=False),

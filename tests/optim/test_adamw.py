@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 import pickle
+import shutil
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_mfsdp import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer
 from lightning_mfsdp.optim import AdamW
-from tests.checkpoint.internals import full_optimizer_state
+from tests.checkpoint.internals import ParameterIndex, Ranks, full_optimizer_state, lightning_io, locate
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, weights
 from tests.helpers.pairwise import in_turn
@@ -277,6 +280,31 @@ def state_from_before_sharding_moves_over(rank, world):
     assert_equal(model, optimizer, reference(world, 4), "moved")
 
 
+def a_directory_goes_on_on_another_mesh_to_the_bit(rank, world):
+    """Four shards, two by two with state divided over both axes, and whole weights."""
+    shared: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(shared)
+    two_by_two = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
+    meshes = ({}, {"mesh": two_by_two, "outer_sharding": "optim"}, {"sharding": "no_shard"})
+    for number, options in enumerate(meshes):
+        model = made(**options)
+        optimizer = fully_shard_optimizer(AdamW(groups(model), lr=0.05 if number == 0 else 9.0))
+        if number:
+            path = locate(f"{shared[0]}/{number - 1}.ckpt")
+            lightning_io.load(path, model, [optimizer], strict=True, weights_only=True)
+        assert_equal(model, optimizer, reference(world, number), options) if number else None
+        train(model, optimizer, range(number, number + 1))
+        assert_equal(model, optimizer, reference(world, number + 1), options)
+        index = ParameterIndex(model)
+        states = [lightning_io.optimizer_state(index, optimizer)]
+        content = {"state_dict": model.state_dict(), "optimizer_states": states, "global_step": number}
+        saved = lightning_io.ShardedContent.of(index, content, Ranks())
+        lightning_io.save(locate(f"{shared[0]}/{number}.ckpt"), saved, ranks=Ranks())
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(shared[0])
+
+
 WORLDS = {
     1: (with_offload_it_comes_to_the_same, a_state_follows_to_other_dtypes_and_optimizers),
     2: (
@@ -287,6 +315,7 @@ WORLDS = {
         state_from_before_sharding_moves_over,
     ),
     3: (it_trains_as_one_process_to_the_bit_under_every_sharding,),
+    4: (a_directory_goes_on_on_another_mesh_to_the_bit,),
 }
 
 
