@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning_mfsdp.commands import main
 from lightning_mfsdp.commands.memory import command
 from lightning_mfsdp.estimate import MemoryEstimate, Rehearsal, batch_of
+from lightning_mfsdp.optim import AdamW
 from tests.estimate.models import BATCH, write_config
 
 CLASS = "tests.estimate.models:Causal"
@@ -64,11 +65,13 @@ def test_it_says_at_once_what_it_rehearses(tmp_path: Path, capsys: pytest.Captur
 def test_what_does_not_fit_is_said_with_the_options_that_make_it_fit(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The estimates are made up: recomputing leaves 30 GiB of 50, smaller messages 2 less, and offload 10 less."""
+    """The estimates are made up: recomputing leaves 30 GiB of 50, smaller messages 2 less, smaller moments 5, and offload 10."""
 
     def rehearsed(subject: Any, run: Rehearsal) -> MemoryEstimate:
         activations = 30 if run.options.recompute is None else 10
-        kinds = {"activations": activations, "optimizer state": 10 if run.options.offload is None else 0}
+        (optimizer,) = subject.optimizers(torch.nn.Linear(1, 1))
+        state = 5 if isinstance(optimizer, AdamW) else 10
+        kinds = {"activations": activations, "optimizer state": state if run.options.offload is None else 0}
         kinds |= {"reduction buckets": 8 if run.policy else 10, "gradients": 0}
         in_bytes = {kind: gib << 30 for kind, gib in kinds.items()}
         return MemoryEstimate(most=in_bytes, peak=in_bytes, moment="loss", host=0, parameters=1, padding=0.0)
@@ -85,8 +88,9 @@ def test_what_does_not_fit_is_said_with_the_options_that_make_it_fit(
     ]
     code, printed = run(*asked, "--gib", 10)
     assert code == 1
-    assert printed.splitlines()[-2:] == [
-        "  with --recompute --grad-comm-dtype bfloat16 --offload optimizer: 18.0 GiB, does not fit",
+    assert printed.splitlines()[-3:] == [
+        "  with --recompute --grad-comm-dtype bfloat16 --optimizer adamw_bf16: 23.0 GiB, does not fit",
+        "  with --recompute --grad-comm-dtype bfloat16 --optimizer adamw_bf16 --offload optimizer: 18.0 GiB, does not fit",
         "  nothing that was tried makes it fit: use more GPUs, or larger ones",
     ]
     assert run(*asked, "--gib", 50, "--json")[0] == 0

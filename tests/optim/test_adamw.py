@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lightning_mfsdp import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer
 from lightning_mfsdp.optim import AdamW
@@ -305,6 +306,32 @@ def a_directory_goes_on_on_another_mesh_to_the_bit(rank, world):
         shutil.rmtree(shared[0])
 
 
+def dtensors_of_others_are_stepped_where_they_are(rank, world):
+    """As under FSDP2 and tensor parallelism; gradients may be placed otherwise."""
+    mesh = dist.init_device_mesh("cpu", (world,))
+    plain = nn.Parameter(torch.linspace(-1, 1, 35).view(7, 5))
+    optimizer = AdamW([plain])
+    gradients = [torch.randn(7, 5, generator=torch.Generator().manual_seed(step)) for step in range(3)]
+    for gradient in gradients:
+        plain.grad = gradient.clone()
+        optimizer.step()
+    for placement, of_gradient in (
+        (Shard(0), Shard(0)),
+        (Shard(1), Shard(1)),
+        (Replicate(), Replicate()),
+        (Shard(0), Replicate()),
+    ):
+        placed = nn.Parameter(distribute_tensor(torch.linspace(-1, 1, 35).view(7, 5), mesh, [placement]))
+        theirs = AdamW([placed])
+        for gradient in gradients:
+            placed.grad = distribute_tensor(gradient, mesh, [of_gradient])
+            theirs.step()
+        assert torch.equal(placed.full_tensor(), plain)
+        for name in MOMENTS:
+            assert theirs.state[placed][name].placements == (placement,)
+            assert torch.equal(theirs.state[placed][name].full_tensor(), optimizer.state[plain][name])
+
+
 WORLDS = {
     1: (with_offload_it_comes_to_the_same, a_state_follows_to_other_dtypes_and_optimizers),
     2: (
@@ -313,6 +340,7 @@ WORLDS = {
         with_offload_it_comes_to_the_same,
         a_state_follows_to_other_dtypes_and_optimizers,
         state_from_before_sharding_moves_over,
+        dtensors_of_others_are_stepped_where_they_are,
     ),
     3: (it_trains_as_one_process_to_the_bit_under_every_sharding,),
     4: (a_directory_goes_on_on_another_mesh_to_the_bit,),

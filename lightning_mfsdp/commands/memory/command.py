@@ -338,6 +338,8 @@ def _candidates(case: _Case) -> Iterator[tuple[str, Any]]:
         yield "--free-gradients", lambda case: case.with_options(free_gradients=True)
     if "grad_comm_dtype" not in run.policy:
         yield "--grad-comm-dtype bfloat16", _with_bfloat16_reduction
+    if given.optimizer == "adamw" or (given.optimizer is None and ":" not in given.model):
+        yield "--optimizer adamw_bf16", partial(_with_argument, optimizer="adamw_bf16")
     if (given.micro_batch or 1) > 1:
         yield "--micro-batch 1", partial(_with_argument, micro_batch=1)
     if options.sharding not in ("optim_grads_params", 3):
