@@ -16,10 +16,19 @@ from torch.optim.optimizer import ParamsT
 from lightning_mfsdp.engine import ElementwiseOptimizer
 from lightning_mfsdp.optim.adamw_rule import Rule, step_
 
-__all__ = ["AdamW", "rule_for"]
+__all__ = ["AdamW", "function_for"]
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+# What is in the groups of torch.optim.AdamW as well: programs that compare names (torch.distributed.checkpoint) then take either's state.
+_OF_TORCH: dict[str, Any] = {
+    "amsgrad": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+    "decoupled_weight_decay": True,
+}
 
 
 class AdamW(ElementwiseOptimizer):
@@ -40,11 +49,11 @@ class AdamW(ElementwiseOptimizer):
         eps: Added to the root of the second moment.
         weight_decay: Of the weights, decoupled from the gradient, times `lr`.
         maximize: Ascend.
-        state_dtype: Of the moments: "bfloat16", or "float32", which rounds as `torch.optim.AdamW` does. It is no part of a checkpoint:
-            what is loaded is converted.
+        state_dtype: Of the moments: "bfloat16", or "float32", which rounds as `torch.optim.AdamW` does for weights in float32. It is no
+            part of a checkpoint: what is loaded is converted.
 
     Raises:
-        ValueError: An option out of its range, or a complex parameter.
+        ValueError: An option out of its range or not of this optimizer, or a complex parameter.
     """
 
     def __init__(
@@ -62,22 +71,40 @@ class AdamW(ElementwiseOptimizer):
             raise ValueError(f'AdamW: option state_dtype={state_dtype!r}: expected "bfloat16" or "float32"')
         self.state_dtype = state_dtype
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults)
+        super().__init__(params, {**defaults, **_OF_TORCH})
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickling and copying."""
         return {**super().__getstate__(), "state_dtype": self.state_dtype}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Also convert moments after `load_state_dict`, which gives them the dtype of their parameters."""
+        """Also the end of `load_state_dict`: moments take this optimizer's dtype."""
         super().__setstate__(state)
         for group in self.param_groups:
-            _check_options(group)
             group.setdefault("maximize", False)
-        for values in self.state.values():
+            group.update(_OF_TORCH)  # how another optimizer computed its steps
+        for parameter, values in self.state.items():
+            if "step" in values:
+                values["step"] = torch.as_tensor(values["step"], dtype=torch.float32, device="cpu")
             for name in _MOMENTS:
-                if name in values:
-                    values[name] = values[name].to(_DTYPES[self.state_dtype])
+                value = values.get(name)
+                value = value.value if isinstance(value, _Kept) else value
+                if value is not None:
+                    values[name] = value.to(parameter.device, _DTYPES[self.state_dtype])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the state of this optimizer, or of `torch.optim.AdamW`; moments of any dtype.
+
+        Raises:
+            ValueError: It is another optimizer's, or was made with an option that is not here. Nothing has changed then.
+        """
+        for group in state_dict["param_groups"]:
+            _check_options(group)
+        handle = self.register_load_state_dict_pre_hook(_keep_moments)  # the last one
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with options of their own.
@@ -85,6 +112,11 @@ class AdamW(ElementwiseOptimizer):
         Raises:
             ValueError: As the constructor.
         """
+        for name in ("state_dtype", *_OF_TORCH):
+            if param_group.get(name) not in (None, False, _OF_TORCH.get(name)):
+                raise ValueError(
+                    f"AdamW: option {name}={param_group[name]!r} of a parameter group: expected none of that name; leave it out"
+                )
         super().add_param_group(param_group)
         try:
             _check_options(self.param_groups[-1])
@@ -108,38 +140,72 @@ class AdamW(ElementwiseOptimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
+            if group["capturable"]:
+                raise ValueError(
+                    "AdamW: option capturable=True: expected False, as the number of the step is read on the host; to record a step in a "
+                    "CUDA graph use torch.optim.AdamW"
+                )
+            rules: dict[int, Rule] = {}
+            lr = float(group["lr"])
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._step_one(group, parameter, parameter.grad)
+                    values = self._state_of(parameter)
+                    step = int(values["step"])
+                    rule = rules.get(step)
+                    if rule is None:
+                        rule = rules[step] = Rule.of(group, lr, step)
+                    _step(parameter, parameter.grad, values, rule)
         return loss
 
-    def _step_one(self, group: Mapping[str, Any], parameter: Tensor, gradient: Tensor) -> None:
-        if gradient.is_sparse:
-            raise ValueError(
-                f"AdamW.step: the gradient of a parameter of shape {tuple(parameter.shape)} is sparse: expected a dense one. Make the "
-                "layer with sparse=False"
-            )
-        state = self.state[parameter]
-        if not state:
-            state["step"] = torch.tensor(0.0, device="cpu")  # as torch.optim.AdamW has it without `capturable`
+    def _state_of(self, parameter: Tensor) -> dict[str, Any]:
+        """Its state, with the number of the step that begins."""
+        values: dict[str, Any] = self.state[parameter]
+        if not values:
+            values["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             for name in _MOMENTS:
-                state[name] = torch.zeros_like(parameter, dtype=_DTYPES[self.state_dtype])
-        state["step"] += 1
-        if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
-            gradient = gradient.redistribute(placements=parameter.placements)
-        weight, gradient, mean, variance = (
-            _local(tensor) for tensor in (parameter, gradient, state["exp_avg"], state["exp_avg_sq"])
+                values[name] = torch.zeros_like(parameter, dtype=_DTYPES[self.state_dtype])
+        values["step"] += 1
+        return values
+
+
+class _Kept:
+    """A moment that is loaded. As a tensor it would be given the dtype of its parameter first, and lose what that does not have."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+def _keep_moments(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def kept(name: str, value: Any) -> Any:
+        return _Kept(value) if name in _MOMENTS and isinstance(value, Tensor) else value
+
+    state = {
+        key: {name: kept(name, value) for name, value in values.items()} for key, values in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
+
+
+def _step(parameter: Tensor, gradient: Tensor, values: Mapping[str, Any], rule: Rule) -> None:
+    if gradient.is_sparse:
+        raise ValueError(
+            f"AdamW.step: the gradient of a parameter of shape {tuple(parameter.shape)} is sparse: expected a dense one. Make the "
+            "layer with sparse=False"
         )
-        rule_for(weight, gradient)(weight, gradient, mean, variance, Rule.of(group, int(state["step"])))
+    if isinstance(parameter, DTensor) and isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(placements=parameter.placements)
+    weight, gradient, mean, variance = (
+        _local(tensor) for tensor in (parameter, gradient, values["exp_avg"], values["exp_avg_sq"])
+    )
+    function_for(weight, gradient, mean, variance)(weight, gradient, mean, variance, rule)
 
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def rule_for(weight: Tensor, gradient: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor, Rule], None]:
+def function_for(weight: Tensor, *others: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor, Rule], None]:
     """The kernel on GPUs, for tensors without gaps up to 32 bits a number; otherwise `step_`."""
-    is_dense = weight.is_contiguous() and gradient.is_contiguous()
+    is_dense = weight.is_contiguous() and all(tensor.is_contiguous() for tensor in others)
     if weight.is_cuda and is_dense and weight.dtype is not torch.float64 and _has_triton():
         from lightning_mfsdp.optim.adamw_kernel import step_in_one_pass_
 
@@ -160,19 +226,36 @@ def _has_triton() -> bool:
 
 
 def _check_options(group: Mapping[str, Any]) -> None:
+    names = ("lr", "betas", "eps", "weight_decay")
+    if lacking := [name for name in names if name not in group]:
+        raise ValueError(
+            f"AdamW: expected options {', '.join(names)}, and {', '.join(lacking)} are not there: this is the state of another optimizer; "
+            "load it into one of its class"
+        )
+    betas = group["betas"]
+    pair = (
+        isinstance(betas, (tuple, list)) and len(betas) == 2 and all(isinstance(beta, (int, float)) for beta in betas)
+    )
     expectations: dict[str, tuple[bool, str]] = {
-        "lr": (float(group["lr"]) >= 0, "a number of at least 0"),
-        "betas": (
-            len(group["betas"]) == 2 and all(0 <= beta < 1 for beta in group["betas"]),
-            "two numbers from 0 to below 1",
-        ),
-        "eps": (group["eps"] >= 0, "a number of at least 0"),
-        "weight_decay": (group["weight_decay"] >= 0, "a number of at least 0"),
+        "lr": (_is_positive(group["lr"]), "a number of at least 0"),
+        "betas": (pair and all(0 <= beta < 1 for beta in betas), "two numbers from 0 to below 1"),
+        "eps": (_is_positive(group["eps"]), "a number of at least 0"),
+        "weight_decay": (_is_positive(group["weight_decay"]), "a number of at least 0"),
         "amsgrad": (not group.get("amsgrad"), "False: the largest second moment is not kept here"),
+        "decoupled_weight_decay": (
+            group.get("decoupled_weight_decay", True),
+            "True: decay is not added to gradients here",
+        ),
     }
     for name, (fits, expected) in expectations.items():
         if not fits:
             raise ValueError(f"AdamW: option {name}={group[name]!r}: expected {expected}")
+
+
+def _is_positive(value: Any) -> bool:
+    """Whether it is a number, which may be a tensor, and not negative."""
+    is_number = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+    return is_number and float(value) >= 0
 
 
 def _check_parameters(group: Mapping[str, Any]) -> None:

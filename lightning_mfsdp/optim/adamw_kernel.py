@@ -1,6 +1,6 @@
 """One step of AdamW as a Triton kernel: each number is read once and written once. adamw_rule.py is its reference.
 
-Importing this file imports Triton, so only `rule_for` does, once it gets parameters on a GPU.
+Importing this file imports Triton, so only `adamw.function_for` does, once it gets parameters on a GPU.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _step(  # type: ignore[no-untyped-def]
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
     old = tl.load(weights + at, mask=inside).to(tl.float32)
-    grad = tl.load(gradients + at, mask=inside).to(tl.float32) * sign
+    grad = tl.load(gradients + at, mask=inside).to(tl.float32) * sign + 0.0
     first = tl.load(means + at, mask=inside).to(tl.float32) * beta1 + grad * rest1
     second = tl.load(variances + at, mask=inside).to(tl.float32) * beta2 + grad * rest2 * grad
     denominator = tl.div_rn(tl.sqrt_rn(second), root) + eps

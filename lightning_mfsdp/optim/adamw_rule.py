@@ -48,9 +48,9 @@ class Rule:
     step: int
 
     @classmethod
-    def of(cls, options: Mapping[str, Any], step: int) -> Rule:
+    def of(cls, options: Mapping[str, Any], lr: float, step: int) -> Rule:
         """The numbers of a step, from an entry of `param_groups`."""
-        lr, (beta1, beta2) = float(options["lr"]), options["betas"]
+        beta1, beta2 = options["betas"]
         return cls(
             keep=1 - lr * options["weight_decay"],
             beta1=beta1,
@@ -88,7 +88,7 @@ def step_(weight: Tensor, gradient: Tensor, mean: Tensor, variance: Tensor, rule
 
 def _step(weight: Tensor, gradient: Tensor, mean: Tensor, variance: Tensor, rule: Rule) -> None:
     wide = torch.float64 if weight.dtype is torch.float64 else torch.float32
-    old, grad = weight.to(wide), gradient.to(wide) * rule.sign
+    old, grad = weight.to(wide), gradient.to(wide) * rule.sign + 0.0  # -0.0 has the bits of 0.0 then
     first = mean.to(wide) * rule.beta1 + grad * rule.rest1
     second = variance.to(wide) * rule.beta2 + grad * rule.rest2 * grad
     root = second.double().sqrt().to(wide)  # MKL's of float32 is off by a bit now and then

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_mfsdp import fully_shard, fully_shard_optimizer, sharded_parameters, unshard
 from lightning_mfsdp.optim import AdamW
 from tests.helpers.distributed import needs_gpus, run_distributed
-from tests.optim.internals import Rule, kernel, rule_for, step_
+from tests.optim.internals import Rule, function_for, kernel, step_
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1)]
 
@@ -52,7 +52,7 @@ def test_the_kernel_computes_the_references_bits_and_writes_nowhere_else(weight_
             weight, gradient = (values(numel, scale, generator).to(weight_dtype) for scale in (1.0, 1e-3))
             mean = values(numel, 1e-3, generator).to(moment_dtype)
             variance = values(numel, 1e-6, generator).abs().to(moment_dtype)
-            rule = Rule.of(options(maximize=step == 2), step)
+            rule = Rule.of(options(maximize=step == 2), 2e-3, step)
             parts = [poisoned(value, start) for value in (weight, gradient, mean, variance)]
             before = parts[1][1].clone()
             kernel()(*(inside for _, inside in parts), rule)
@@ -68,8 +68,26 @@ def test_the_kernel_computes_the_references_bits_and_writes_nowhere_else(weight_
 
 def test_the_kernel_is_chosen_where_it_can_be():
     dense, gaps = torch.ones(4, 4, device="cuda"), torch.ones(4, 8, device="cuda")[:, ::2]
-    assert rule_for(dense, dense) is kernel()
-    assert rule_for(gaps, dense) is rule_for(dense, gaps) is rule_for(dense.double(), dense.double()) is step_
+    assert function_for(dense, dense, dense, dense) is kernel()
+    for place in range(4):
+        assert function_for(*(gaps if number == place else dense for number in range(4))) is step_
+    assert function_for(*(dense.double() for _ in range(4))) is step_
+
+
+def test_moments_that_lie_otherwise_than_the_weight_are_those_of_its_numbers():
+    """A checkpoint of a model in channels_last, loaded into one that is not."""
+    before = nn.Parameter(torch.randn(4, 3, 3, 3, device="cuda").to(memory_format=torch.channels_last))
+    first, gradient = AdamW([before]), torch.randn(4, 3, 3, 3, device="cuda")
+    before.grad = gradient.to(memory_format=torch.channels_last)
+    first.step()
+    after = nn.Parameter(before.detach().contiguous())
+    second = AdamW([after])
+    second.load_state_dict(first.state_dict())
+    assert not second.state[after]["exp_avg"].is_contiguous()
+    for parameter, optimizer in ((before, first), (after, second)):
+        parameter.grad = gradient.clone(memory_format=torch.preserve_format)
+        optimizer.step()
+    assert torch.equal(before, after)
 
 
 class LinearLoss(nn.Sequential):

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from lightning_mfsdp.optim.adamw import rule_for
+from lightning_mfsdp.optim.adamw import function_for
 from lightning_mfsdp.optim.adamw_rule import GRADIENT_FACTOR, MIX_1, MIX_2, STEP_FACTOR, Rule, step_
 from lightning_mfsdp.optim.adamw_rule import _random_bits as random_bits
 from lightning_mfsdp.optim.adamw_rule import _rounded as rounded
@@ -14,10 +14,10 @@ __all__ = [
     "MIX_2",
     "STEP_FACTOR",
     "Rule",
+    "function_for",
     "kernel",
     "random_bits",
     "rounded",
-    "rule_for",
     "step_",
 ]
 

@@ -7,13 +7,16 @@ import pickle
 import shutil
 import tempfile
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lightning_mfsdp import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer
 from lightning_mfsdp.optim import AdamW
@@ -89,7 +92,7 @@ def test_the_bits_are_those_of_the_weight_before_the_step(dtype):
     weight, gradient = (part.to(dtype) for part in torch.randn(2, 500, generator=torch.Generator().manual_seed(0)))
     bits = random_bits(weight, gradient, 3)
     mean, variance = torch.zeros(2, 500, dtype=torch.bfloat16)
-    step_(weight, gradient, mean, variance, Rule.of(AdamW([nn.Parameter(weight)]).defaults, 3))
+    step_(weight, gradient, mean, variance, Rule.of(AdamW([nn.Parameter(weight)]).defaults, 1e-3, 3))
     wanted = rounded(gradient.float() * (1 - 0.9), bits & 0xFFFF)
     assert torch.equal(mean, wanted.bfloat16())
     wanted = rounded(gradient.float() * (1 - 0.999) * gradient.float(), (bits >> 16) & 0xFFFF)
@@ -130,6 +133,56 @@ def test_the_second_moment_shrinks_where_the_nearest_rounding_would_keep_it():
     assert nearest.float().mean() > 0.9, "which is why"
     assert abs(found.mean() / exact.mean() - 1) < 0.01
     assert (found / exact - 1).std() < 0.12
+
+
+def test_what_is_not_a_number_stays_so():
+    """The largest pattern of bits would become that of a small number, if bits were added to it."""
+    values = torch.tensor([0x7FFFFFFF, -1, 0x7F800001], dtype=torch.int32).view(torch.float32)
+    assert rounded(values, torch.full((3,), 0xFFFF, dtype=torch.int32)).isnan().all()
+
+
+def test_descending_is_ascending_with_other_signs_to_the_bit():
+    down, up = (nn.Parameter(torch.linspace(-1, 1, 50)) for _ in range(2))
+    first, second = AdamW([down]), AdamW([up], maximize=True)
+    for step in range(4):
+        down.grad = torch.randn(50, generator=torch.Generator().manual_seed(step))
+        up.grad = -down.grad
+        first.step()
+        second.step()
+    assert torch.equal(down, up)
+    assert torch.equal(first.state[down]["exp_avg_sq"], second.state[up]["exp_avg_sq"])
+
+
+def test_a_negative_zero_rounds_like_zero():
+    """Whether a gradient was cleared to zero or to none, and added to it, is nobody's concern."""
+    for sign in (1.0, -1.0):
+        bits = []
+        for zero in (0.0, -0.0):
+            parameter = nn.Parameter(torch.linspace(-1, 1, 50))
+            optimizer = AdamW([parameter], maximize=sign < 0)
+            parameter.grad = torch.linspace(1, 2, 50)
+            optimizer.step()
+            parameter.grad = torch.full((50,), zero)
+            optimizer.step()
+            bits.append(optimizer.state[parameter]["exp_avg"])
+        assert torch.equal(*bits)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_steps_are_counted_whatever_the_default_dtype_is(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        parameter = nn.Parameter(torch.ones(2))
+        optimizer = AdamW([parameter])
+        optimizer.state[parameter] = {}
+        parameter.grad = torch.ones(2)
+        for _ in range(3):
+            optimizer.step()
+    finally:
+        torch.set_default_dtype(before)
+    assert optimizer.state[parameter]["step"].dtype is torch.float32
+    assert optimizer.state[parameter]["step"] == 3
 
 
 def test_equal_gradients_of_equal_weights_round_in_different_ways_in_other_steps():
@@ -226,14 +279,14 @@ def rows_of_neighbors_are_stepped_together(rank, world):
     model(0).backward()
     optimizer.register_step_post_hook(lambda *_: counts.append(len(optimizer.state)))
     stepped = []
-    own = AdamW._step_one
+    own = AdamW._state_of
 
-    def counting(self: AdamW, group: Any, parameter: Tensor, gradient: Tensor) -> None:
+    def counting(self: AdamW, parameter: Tensor) -> Any:
         stepped.append(parameter.numel())
-        own(self, group, parameter, gradient)
+        return own(self, parameter)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AdamW, "_step_one", counting)
+        patch.setattr(AdamW, "_state_of", counting)
         optimizer.step()
     assert len(stepped) < len([one for one in model.parameters() if one.requires_grad]) == 12
     assert counts == [12]
@@ -306,6 +359,73 @@ def a_directory_goes_on_on_another_mesh_to_the_bit(rank, world):
         shutil.rmtree(shared[0])
 
 
+class Normed(AdamW):
+    """Of a class that is derived from it nobody knows that it is elementwise."""
+
+    def step(self, closure=None):
+        norms = [one.grad.norm() for group in self.param_groups for one in group["params"] if one.grad is not None]
+        with torch.no_grad():
+            for group in self.param_groups:
+                for one in group["params"]:
+                    if one.grad is not None:
+                        one.grad.div_(
+                            torch.stack(
+                                [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+                            ).norm()
+                        )
+        return super().step(closure)
+
+
+def a_class_derived_from_it_has_whole_tensors(rank, world):
+    plain, model = Model(), made()
+    theirs, ours = Normed(plain.parameters(), lr=0.1), fully_shard_optimizer(Normed(model.parameters(), lr=0.1))
+    train(plain, theirs, range(3), world)
+    train(model, ours, range(3))
+    for name, value in weights(model).items():
+        torch.testing.assert_close(value, dict(plain.named_parameters())[name].detach(), rtol=1e-4, atol=1e-4)
+
+
+def elementwise_false_steps_uneven_rows(rank, world):
+    model = made()
+    optimizer = fully_shard_optimizer(AdamW(groups(model), lr=0.05), elementwise=False)
+    train(model, optimizer, range(3))
+    assert_equal(model, optimizer, reference(world, 3), "elementwise=False")
+
+
+def its_state_and_torchs_are_each_others_in_pytorchs_own_checkpoints(rank, world):
+    """`torch.distributed.checkpoint` compares the names of what is saved with those of what is there."""
+    shared: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(shared)
+    kinds = {"ours": AdamW, "torch": torch.optim.AdamW}
+    for flat, (first, second) in product((False, True), (("ours", "torch"), ("torch", "ours"))):
+        options = StateDictOptions(flatten_optimizer_state_dict=flat)
+        before, after = made(), made(sharding="optim")
+        saved = fully_shard_optimizer(kinds[first](groups(before), lr=0.05))
+        train(before, saved, range(2))
+        path = f"{shared[0]}/{flat}-{first}"
+        dcp.save({"optimizer": get_optimizer_state_dict(before, saved, options=options)}, checkpoint_id=path)
+        loaded = fully_shard_optimizer(kinds[second](groups(after), lr=0.05))
+        template = {"optimizer": get_optimizer_state_dict(after, loaded, options=options)}
+        dcp.load(template, checkpoint_id=path)
+        set_optimizer_state_dict(after, loaded, template["optimizer"], options=options)
+        found, wanted = (full_optimizer_state(one, keep=True)["state"] for one in (loaded, saved))
+        for number, values in wanted.items():
+            for name in MOMENTS:
+                assert torch.equal(found[number][name], values[name].to(found[number][name].dtype)), (flat, first, name)
+    whole = StateDictOptions(full_state_dict=True)
+    for first, second in (("ours", "torch"), ("torch", "ours")):
+        before, after = made(), made(sharding="optim")
+        saved = fully_shard_optimizer(kinds[first](groups(before), lr=0.05))
+        train(before, saved, range(2))
+        state = get_optimizer_state_dict(before, saved, options=whole)
+        loaded = fully_shard_optimizer(kinds[second](groups(after), lr=0.05))
+        set_optimizer_state_dict(after, loaded, state, options=whole)
+        assert float(full_optimizer_state(loaded, keep=True)["state"][0]["step"]) == 2
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(shared[0])
+
+
 def dtensors_of_others_are_stepped_where_they_are(rank, world):
     """As under FSDP2 and tensor parallelism; gradients may be placed otherwise."""
     mesh = dist.init_device_mesh("cpu", (world,))
@@ -341,6 +461,9 @@ WORLDS = {
         a_state_follows_to_other_dtypes_and_optimizers,
         state_from_before_sharding_moves_over,
         dtensors_of_others_are_stepped_where_they_are,
+        a_class_derived_from_it_has_whole_tensors,
+        elementwise_false_steps_uneven_rows,
+        its_state_and_torchs_are_each_others_in_pytorchs_own_checkpoints,
     ),
     3: (it_trains_as_one_process_to_the_bit_under_every_sharding,),
     4: (a_directory_goes_on_on_another_mesh_to_the_bit,),
@@ -365,6 +488,63 @@ def test_copies_pickles_and_the_dtype_of_a_checkpoint_that_is_no_option():
     wide.load_state_dict(optimizer.state_dict())
     assert wide.state_dtype == "float32"
     assert wide.state[parameter]["exp_avg"].dtype is torch.float32
+
+
+@pytest.mark.parametrize("state_dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_what_is_loaded_has_the_bits_of_what_was_saved_whatever_the_weights_have(dtype, state_dtype):
+    """Of second moments that float16 does not have, too."""
+    generator = torch.Generator().manual_seed(0)
+    parameter = nn.Parameter(torch.randn(200, generator=generator).to(dtype))
+    optimizer = AdamW([parameter], state_dtype=state_dtype)
+    for _ in range(3):
+        parameter.grad = (1e-5 * torch.randn(200, generator=generator)).to(dtype)
+        optimizer.step()
+    again = AdamW([nn.Parameter(parameter.detach().clone())], state_dtype=state_dtype)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    ((_, loaded),) = again.state.items()
+    for name in MOMENTS:
+        assert torch.equal(loaded[name], optimizer.state[parameter][name])
+    assert loaded["exp_avg_sq"].any()
+
+
+def test_groups_have_the_names_of_torchs_and_a_state_of_its_fused_one_is_taken():
+    parameter = nn.Parameter(torch.ones(3))
+    theirs = torch.optim.AdamW([parameter], fused=True)
+    parameter.grad = torch.ones(3)
+    theirs.step()
+    ours = AdamW([parameter])
+    assert ours.param_groups[0].keys() == theirs.param_groups[0].keys()
+    state = copy.deepcopy(theirs.state_dict())
+    state["param_groups"][0]["capturable"] = True
+    state["state"][0]["step"] = 1
+    del state["param_groups"][0]["maximize"]
+    ours.load_state_dict(state)
+    assert not ours.param_groups[0]["fused"]
+    ours.step()
+    assert ours.state[parameter]["step"] == 2
+    assert ours.state[parameter]["step"].dtype is torch.float32
+
+
+def test_a_state_that_is_refused_changes_nothing():
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    ours = AdamW([parameter], lr=0.5)
+    ours.step()
+    before = copy.deepcopy(ours.state_dict())
+    for theirs, expected in (
+        (torch.optim.AdamW([parameter], amsgrad=True), "option amsgrad=True: expected False"),
+        (torch.optim.Adam([parameter]), "option decoupled_weight_decay=False: expected True"),
+        (
+            torch.optim.SGD([parameter], momentum=0.9),
+            "betas, eps are not there: this is the state of another optimizer",
+        ),
+    ):
+        theirs.step()
+        assert expected in message_of(lambda theirs=theirs: ours.load_state_dict(theirs.state_dict()))
+        assert ours.param_groups[0]["lr"] == 0.5
+        assert ours.state_dict()["param_groups"] == before["param_groups"]
+        assert ours.state[parameter].keys() == before["state"][0].keys()
 
 
 def test_memory_layouts_with_gaps_or_another_order_are_stepped_alike():
@@ -407,6 +587,9 @@ def message_of(function: Callable[[], Any]) -> str:
         ({"lr": -1.0}, "AdamW: option lr=-1.0: expected a number of at least 0"),
         ({"betas": (0.9, 1.0)}, "AdamW: option betas=(0.9, 1.0): expected two numbers from 0 to below 1"),
         ({"betas": (0.9,)}, "AdamW: option betas=(0.9,): expected two numbers"),
+        ({"betas": 0.9}, "AdamW: option betas=0.9: expected two numbers"),
+        ({"lr": "1e-3"}, "AdamW: option lr='1e-3': expected a number of at least 0"),
+        ({"lr": torch.ones(2)}, "AdamW: option lr=tensor([1., 1.]): expected a number"),
         ({"eps": -1e-8}, "AdamW: option eps=-1e-08: expected a number of at least 0"),
         ({"weight_decay": -0.1}, "AdamW: option weight_decay=-0.1: expected a number of at least 0"),
     ],
@@ -423,12 +606,12 @@ def test_what_it_cannot_step_is_refused():
     optimizer = AdamW(table.parameters())
     table(torch.tensor([1])).sum().backward()
     assert "the gradient of a parameter of shape (4, 2) is sparse" in message_of(optimizer.step)
-    parameter = nn.Parameter(torch.ones(2))
-    largest = torch.optim.AdamW([parameter], amsgrad=True)
-    parameter.grad = torch.ones(2)
-    largest.step()
-    before = AdamW([parameter])
-    assert "option amsgrad=True: expected False" in message_of(lambda: before.load_state_dict(largest.state_dict()))
+    before = AdamW([nn.Parameter(torch.ones(2))])
+    for option, value in (("state_dtype", "float32"), ("fused", True), ("capturable", True), ("amsgrad", True)):
+        group = {"params": [nn.Parameter(torch.ones(1))], option: value}
+        assert f"option {option}={value!r} of a parameter group" in message_of(lambda group=group: AdamW([group]))
+    before.param_groups[0]["capturable"] = True  # as `capture_step` does
+    assert "to record a step in a CUDA graph use torch.optim.AdamW" in message_of(before.step)
     with pytest.raises(ValueError, match="expected real"):
         before.add_param_group({"params": [nn.Parameter(torch.ones(1, dtype=torch.complex64))]})
     assert len(before.param_groups) == 1
@@ -440,5 +623,5 @@ def test_a_tensor_without_numbers_has_state_and_changes_nothing():
     optimizer = AdamW([parameter])
     optimizer.step()
     assert optimizer.state[parameter]["exp_avg"].shape == (0, 4)
-    rule = Rule.of(optimizer.param_groups[0], 1)
+    rule = Rule.of(optimizer.param_groups[0], 1e-3, 1)
     step_(parameter.detach(), parameter.grad, *(torch.ones(0, 4) for _ in range(2)), rule)

@@ -334,7 +334,7 @@ def _reduce_held_back(roots: Iterable[Context]) -> None:
 
 
 def _is_elementwise(optimizer: Optimizer) -> bool:
-    return type(optimizer) in ELEMENTWISE_OPTIMIZERS or isinstance(optimizer, ElementwiseOptimizer)
+    return type(optimizer) in ELEMENTWISE_OPTIMIZERS or ElementwiseOptimizer in type(optimizer).__bases__
 
 
 def _works_on_rows(optimizer: Optimizer, elementwise: bool | None, *, is_known: bool) -> bool:
@@ -416,8 +416,7 @@ def _held_entries(optimizer: Optimizer, local: bool, grad_scaler: object | None)
                     "so small gradients become zero; pass grad_scaler=lightning_mfsdp.DistributedGradScaler(...) and use it "
                     "(a plain GradScaler may skip a step on one rank alone), or compute in bfloat16"
                 )
-            reads_rows = isinstance(optimizer, LocalRowsOptimizer) and not _is_elementwise(optimizer)
-            if owner.offloads and (not local or reads_rows):
+            if owner.offloads and (not local or isinstance(optimizer, LocalRowsOptimizer)):
                 raise ShardingError(
                     f'fully_shard_optimizer: parameter {entry.name} was sharded with offload="optimizer", which needs an optimizer that '
                     f"treats every number by itself, and {type(optimizer).__name__} reads whole tensors; shard without offload, use one "

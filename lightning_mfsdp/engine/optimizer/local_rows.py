@@ -52,12 +52,13 @@ class LocalRowsOptimizer(Optimizer):
     """
 
 
-class ElementwiseOptimizer(LocalRowsOptimizer):
-    """Base of optimizers that do to each number what they would do to it in any other tensor, and write in `step` alone.
+class ElementwiseOptimizer(Optimizer):
+    """Base of optimizers that do to each number what they would do to it in any other tensor, and write in `step` alone, after its closure.
 
-    They are treated as the elementwise optimizers of `torch.optim`: rows of neighboring parameters are stepped as one tensor, and with
-    `offload="optimizer"` a few parameters at a time. State with a number for each number of a parameter is likewise of any tensor; what
-    else is in it, such as `step`, is the same for all parameters that have been stepped equally often.
+    A class that has it as its direct base is treated as the elementwise optimizers of `torch.optim`: rows of neighboring parameters are
+    stepped as one tensor, and with `offload="optimizer"` a few parameters at a time. A class derived from that may do anything. State
+    with a number for each number of a parameter is likewise of any tensor; what else is in it, such as `step`, is the same for all
+    parameters that have been stepped equally often.
     """
 
 
