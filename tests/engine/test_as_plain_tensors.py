@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
+
+import pytest
 import torch
 from lightning.pytorch.utilities import grad_norm as lightning_grad_norm
 from torch import Tensor, nn
 
-from lightning_mfsdp.engine import fully_shard
+from lightning_mfsdp.engine import fully_shard, fully_shard_optimizer
 from tests.engine.worlds import by_world, check
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -117,6 +120,36 @@ def a_rank_reads_a_single_number_by_itself(rank, world):
             assert module.scale.item() == float(module.scale) == 1.5
 
 
+WRITES = {
+    "mul_": lambda weight: weight.mul_(2),
+    "copy_": lambda weight: weight.copy_(torch.zeros(4, 4)),
+    "a row": lambda weight: weight[:1].zero_(),
+    "foreach": lambda weight: torch._foreach_mul_([weight], 2.0),
+    "out": lambda weight: torch.add(weight, 1.0, out=weight),
+}
+
+
+def a_weight_that_a_graph_has_saved_is_not_written_unnoticed(rank, world):
+    """The backward would read other numbers than the forward: as in PyTorch it is an error."""
+    for sharding, (kind, write) in product(STRATEGIES, WRITES.items()):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        for layer in (model[0], model[2], model):
+            fully_shard(layer, sharding=sharding)
+        optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).sum()
+        with torch.no_grad():
+            write(model[2].weight)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        model(torch.ones(2, 4)).sum().backward()  # and training goes on
+        assert model[0].weight.grad is not None, (sharding, kind)
+
+
 CASES = (
     a_rank_reads_a_single_number_by_itself,
     single_numbers_are_reduced_as_others_and_put_into_new_tensors,
@@ -125,7 +158,8 @@ CASES = (
     a_parameter_is_compared_with_itself_number_by_number,
     a_gradient_may_be_deleted,
 )
-WORLDS = {1: CASES, 2: CASES, 3: CASES}
+WRITTEN = a_weight_that_a_graph_has_saved_is_not_written_unnoticed
+WORLDS = {1: (*CASES, WRITTEN), 2: (*CASES, WRITTEN), 3: CASES}
 
 
 @by_world(WORLDS)

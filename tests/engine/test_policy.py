@@ -119,6 +119,11 @@ DTYPES: dict[
 ] = {
     "default": (F32, MixedPrecisionPolicy(), (F32, F32, F32, F32)),
     "bf16 compute": (F32, MixedPrecisionPolicy(compute_dtype=BF16), (BF16, F32, BF16, F32)),
+    "bf16 compute, gradients as main weights": (
+        F32,
+        MixedPrecisionPolicy(compute_dtype=BF16, main_grads_dtype=None),
+        (BF16, F32, BF16, F32),
+    ),
     "bf16 module, fp32 main weights": (BF16, MixedPrecisionPolicy(), (BF16, F32, BF16, F32)),
     "bf16 module is its own main weight": (BF16, MixedPrecisionPolicy(main_params_dtype=None), (BF16, BF16, BF16, F32)),
     "all bf16": (BF16, MixedPrecisionPolicy(main_params_dtype=BF16, main_grads_dtype=BF16), (BF16, BF16, BF16, BF16)),
@@ -535,6 +540,15 @@ def test_the_first_codec_that_knows_a_parameter_has_it():
     policy = MixedPrecisionPolicy(weight_codecs=codecs)
     assert policy.codec_for(parameter_of(torch.ones(2, 2))) is codecs[0]
     assert policy.codec_for(nn.Parameter(torch.ones(2, 2))) is None
+
+
+def test_gradients_may_be_float16_where_losses_are_scaled():
+    """Which they are with float16 compute; `None` is that of a module which was built in it."""
+    for compute in (torch.float16, None):
+        for field in ("main_grads_dtype", "grad_comm_dtype"):
+            assert (
+                getattr(MixedPrecisionPolicy(compute_dtype=compute, **{field: torch.float16}), field) is torch.float16
+            )
 
 
 def test_a_policy_cannot_change():
