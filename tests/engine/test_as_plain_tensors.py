@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities import grad_norm as lightning_grad_norm
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_mfsdp.engine import fully_shard, fully_shard_optimizer
 from tests.engine.worlds import by_world, check
@@ -120,6 +121,24 @@ def a_rank_reads_a_single_number_by_itself(rank, world):
             assert module.scale.item() == float(module.scale) == 1.5
 
 
+def rows_of_results_with_other_columns_are_written_in_place(rank, world):
+    """A view of a sum over columns is written; what it does not show stays, on ranks that have rows of it and on others."""
+    results = (
+        lambda w: w.sum(1),
+        lambda w: w.norm(dim=1, keepdim=True),
+        lambda w: w.clone()[:, 0],
+        lambda w: w[:, :2].clone(),
+    )
+    for sharding, result in product(STRATEGIES, results):
+        found = []
+        for module in trained(sharding):
+            with torch.no_grad():
+                rows = result(module.weight.detach())
+                rows[1:3].fill_(7.0)
+            found.append(rows.full_tensor() if isinstance(rows, DTensor) else rows.clone())
+        torch.testing.assert_close(found[1], found[0], msg=sharding)
+
+
 WRITES = {
     "mul_": lambda weight: weight.mul_(2),
     "copy_": lambda weight: weight.copy_(torch.zeros(4, 4)),
@@ -157,6 +176,7 @@ CASES = (
     numbers_are_shown_as_those_of_plain_tensors,
     a_parameter_is_compared_with_itself_number_by_number,
     a_gradient_may_be_deleted,
+    rows_of_results_with_other_columns_are_written_in_place,
 )
 WRITTEN = a_weight_that_a_graph_has_saved_is_not_written_unnoticed
 WORLDS = {1: (*CASES, WRITTEN), 2: (*CASES, WRITTEN), 3: CASES}
