@@ -149,6 +149,7 @@ class AdamW(ElementwiseOptimizer):
             lr = float(group["lr"])
             for parameter in group["params"]:
                 if parameter.grad is not None:
+                    _refuse_sparse(parameter, parameter.grad)
                     values = self._state_of(parameter)
                     step = int(values["step"])
                     rule = rules.get(step)
@@ -185,12 +186,15 @@ def _keep_moments(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": state}
 
 
-def _step(parameter: Tensor, gradient: Tensor, values: Mapping[str, Any], rule: Rule) -> None:
+def _refuse_sparse(parameter: Tensor, gradient: Tensor) -> None:
     if gradient.is_sparse:
         raise ValueError(
             f"AdamW.step: the gradient of a parameter of shape {tuple(parameter.shape)} is sparse: expected a dense one. Make the "
             "layer with sparse=False"
         )
+
+
+def _step(parameter: Tensor, gradient: Tensor, values: Mapping[str, Any], rule: Rule) -> None:
     if isinstance(parameter, DTensor) and isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
     weight, gradient, mean, variance = (

@@ -606,6 +606,7 @@ def test_what_it_cannot_step_is_refused():
     optimizer = AdamW(table.parameters())
     table(torch.tensor([1])).sum().backward()
     assert "the gradient of a parameter of shape (4, 2) is sparse" in message_of(optimizer.step)
+    assert not optimizer.state
     before = AdamW([nn.Parameter(torch.ones(2))])
     for option, value in (("state_dtype", "float32"), ("fused", True), ("capturable", True), ("amsgrad", True)):
         group = {"params": [nn.Parameter(torch.ones(1))], option: value}
