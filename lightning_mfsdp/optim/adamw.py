@@ -6,6 +6,7 @@ import importlib.util
 import warnings
 from collections.abc import Callable, Mapping
 from functools import cache
+from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -83,14 +84,19 @@ class AdamW(ElementwiseOptimizer):
         for group in self.param_groups:
             group.setdefault("maximize", False)
             group.update(_OF_TORCH)  # how another optimizer computed its steps
-        for parameter, values in self.state.items():
-            if "step" in values:
-                values["step"] = torch.as_tensor(values["step"], dtype=torch.float32, device="cpu")
-            for name in _MOMENTS:
-                value = values.get(name)
-                value = value.value if isinstance(value, _Kept) else value
-                if value is not None:
-                    values[name] = value.to(parameter.device, _DTYPES[self.state_dtype])
+        held: Mapping[Any, Any] = self.state  # what belongs to no parameter is loaded as it is
+        for parameter, values in held.items():
+            if isinstance(parameter, Tensor):
+                self._take(parameter, values)
+
+    def _take(self, parameter: Tensor, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            values[name] = value.value if isinstance(value, _Kept) else value
+        if isinstance(step := values.get("step"), (int, float, Tensor)):
+            values["step"] = torch.as_tensor(step, dtype=torch.float32, device="cpu")
+        for name in _MOMENTS:
+            if isinstance(value := values.get(name), Tensor):
+                values[name] = value.to(parameter.device, _DTYPES[self.state_dtype])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the state of this optimizer, or of `torch.optim.AdamW`; moments of any dtype.
@@ -98,9 +104,7 @@ class AdamW(ElementwiseOptimizer):
         Raises:
             ValueError: It is another optimizer's, or was made with an option that is not here. Nothing has changed then.
         """
-        for group in state_dict["param_groups"]:
-            _check_options(group)
-        handle = self.register_load_state_dict_pre_hook(_keep_moments)  # the last one
+        handle = self.register_load_state_dict_pre_hook(_check_and_keep)  # the last one: others may make a state fit
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -119,6 +123,7 @@ class AdamW(ElementwiseOptimizer):
                 )
         super().add_param_group(param_group)
         try:
+            _check_rule(self.param_groups[-1])
             _check_options(self.param_groups[-1])
             _check_parameters(self.param_groups[-1])
         except ValueError:
@@ -162,7 +167,7 @@ class AdamW(ElementwiseOptimizer):
         """Its state, with the number of the step that begins."""
         values: dict[str, Any] = self.state[parameter]
         if not values:
-            values["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+            values["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
             for name in _MOMENTS:
                 values[name] = torch.zeros_like(parameter, dtype=_DTYPES[self.state_dtype])
         values["step"] += 1
@@ -176,12 +181,20 @@ class _Kept:
         self.value = value
 
 
-def _keep_moments(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+def _check_and_keep(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The hook before a state is loaded."""
+    for group in state_dict["param_groups"]:
+        _check_rule(group)
+    held = {key for group in state_dict["param_groups"] for key in group["params"]}
+
     def kept(name: str, value: Any) -> Any:
         return _Kept(value) if name in _MOMENTS and isinstance(value, Tensor) else value
 
     state = {
-        key: {name: kept(name, value) for name, value in values.items()} for key, values in state_dict["state"].items()
+        key: {name: kept(name, value) for name, value in values.items()}
+        if key in held and isinstance(values, Mapping)
+        else values
+        for key, values in state_dict["state"].items()
     }
     return {**state_dict, "state": state}
 
@@ -229,37 +242,44 @@ def _has_triton() -> bool:
     return is_installed
 
 
-def _check_options(group: Mapping[str, Any]) -> None:
-    names = ("lr", "betas", "eps", "weight_decay")
-    if lacking := [name for name in names if name not in group]:
+def _check_rule(group: Mapping[str, Any]) -> None:
+    """Whether these are options of AdamW, of either kind."""
+    if lacking := [name for name in ("lr", "betas", "eps", "weight_decay") if name not in group]:
         raise ValueError(
-            f"AdamW: expected options {', '.join(names)}, and {', '.join(lacking)} are not there: this is the state of another optimizer; "
-            "load it into one of its class"
+            f"AdamW: expected options lr, betas, eps and weight_decay, and {', '.join(lacking)} are not there: this is the state of "
+            "another optimizer; load it into one of its class"
         )
-    betas = group["betas"]
-    pair = (
-        isinstance(betas, (tuple, list)) and len(betas) == 2 and all(isinstance(beta, (int, float)) for beta in betas)
-    )
-    expectations: dict[str, tuple[bool, str]] = {
-        "lr": (_is_positive(group["lr"]), "a number of at least 0"),
-        "betas": (pair and all(0 <= beta < 1 for beta in betas), "two numbers from 0 to below 1"),
-        "eps": (_is_positive(group["eps"]), "a number of at least 0"),
-        "weight_decay": (_is_positive(group["weight_decay"]), "a number of at least 0"),
-        "amsgrad": (not group.get("amsgrad"), "False: the largest second moment is not kept here"),
-        "decoupled_weight_decay": (
+    _expect(
+        group,
+        amsgrad=(not group.get("amsgrad"), "False: the largest second moment is not kept here"),
+        decoupled_weight_decay=(
             group.get("decoupled_weight_decay", True),
             "True: decay is not added to gradients here",
         ),
-    }
+    )
+
+
+def _check_options(group: Mapping[str, Any]) -> None:
+    """Whether a program may begin with them; a schedule may leave others."""
+    betas = group["betas"]
+    pair = isinstance(betas, (tuple, list)) and len(betas) == 2
+    _expect(
+        group,
+        lr=(_is_number(group["lr"]) and group["lr"] >= 0, "a number of at least 0"),
+        betas=(pair and all(_is_number(beta) and 0 <= beta < 1 for beta in betas), "two numbers from 0 to below 1"),
+        eps=(_is_number(group["eps"]) and group["eps"] >= 0, "a number of at least 0"),
+        weight_decay=(_is_number(group["weight_decay"]) and group["weight_decay"] >= 0, "a number of at least 0"),
+    )
+
+
+def _expect(group: Mapping[str, Any], **expectations: tuple[Any, str]) -> None:
     for name, (fits, expected) in expectations.items():
         if not fits:
             raise ValueError(f"AdamW: option {name}={group[name]!r}: expected {expected}")
 
 
-def _is_positive(value: Any) -> bool:
-    """Whether it is a number, which may be a tensor, and not negative."""
-    is_number = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
-    return is_number and float(value) >= 0
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
 def _check_parameters(group: Mapping[str, Any]) -> None:

@@ -50,16 +50,16 @@ class Rule:
     @classmethod
     def of(cls, options: Mapping[str, Any], lr: float, step: int) -> Rule:
         """The numbers of a step, from an entry of `param_groups`."""
-        beta1, beta2 = options["betas"]
+        beta1, beta2 = map(float, options["betas"])
         return cls(
-            keep=1 - lr * options["weight_decay"],
+            keep=1 - lr * float(options["weight_decay"]),
             beta1=beta1,
             beta2=beta2,
             rest1=1 - beta1,
             rest2=1 - beta2,
             step_size=lr / (1 - beta1**step),
             root=math.sqrt(1 - beta2**step),
-            eps=options["eps"],
+            eps=float(options["eps"]),
             sign=-1.0 if options["maximize"] else 1.0,
             step=step,
         )

@@ -97,7 +97,6 @@ class Muon(LocalRowsOptimizer):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
             "use_muon": True,
-            "stacked": False,
             "betas": betas,
         }
         super().__init__(params, defaults)
@@ -112,7 +111,6 @@ class Muon(LocalRowsOptimizer):
         self._placements, self._plans = {}, {}
         for group in self.param_groups:
             group.setdefault("use_muon", True)
-            group.setdefault("stacked", False)
             group.setdefault("betas", self.defaults["betas"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -122,12 +120,15 @@ class Muon(LocalRowsOptimizer):
             ValueError: As the constructor.
         """
         group = dict(param_group)
+        stacked = bool(
+            group.pop("stacked", False)
+        )  # what the program says of its parameters, and no option that a checkpoint has
         if not group.get("use_muon", True):
             group.setdefault("eps", _ADAMW_EPS)
         super().add_param_group(group)
         try:
             _check_options(self.param_groups[-1])
-            _check_parameters(self.param_groups[-1])
+            _check_parameters(self.param_groups[-1], stacked=stacked)
         except ValueError:
             self.param_groups.pop()
             raise
@@ -162,11 +163,13 @@ class Muon(LocalRowsOptimizer):
     # -- Muon ----------------------------------------------------------------------------------------------------------
 
     def _step_matrices(self, number: int, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        shared: dict[dist.ProcessGroup, list[Tensor]] = {}
         for parameter in parameters:
             if parameter not in self._placements:
-                self._placements[parameter] = _whole_matrices(parameter, is_stack=group["stacked"])
-            if group["stacked"]:
+                self._placements[parameter] = _whole_matrices(parameter)
+        # Nothing is refused from here on.
+        shared: dict[dist.ProcessGroup, list[Tensor]] = {}
+        for parameter in parameters:
+            if parameter.dim() == 3:
                 self._step_stack(group, parameter)
                 continue
             placement = self._placements[parameter]
@@ -183,7 +186,7 @@ class Muon(LocalRowsOptimizer):
         """Step matrices that are all here, as many at a time as `exchange_bytes` has room for."""
         (update,) = self._take_gradients(group, [stack])
         shape = stack.shape[1:]
-        together = max(1, self.exchange_bytes // max(1, shape.numel() * WIRE_DTYPE.itemsize))
+        together = max(1, int(self.exchange_bytes) // max(1, shape.numel() * WIRE_DTYPE.itemsize))
         for some, updates in zip(stack.split(together), update.split(together), strict=True):
             if some.numel():
                 matrices = updates.to(WIRE_DTYPE, copy=True)
@@ -295,10 +298,10 @@ def _check_options(group: Mapping[str, Any]) -> None:
             raise ValueError(f"Muon: option {name}={group[name]!r}: expected {expected}")
 
 
-def _whole_matrices(parameter: Tensor, *, is_stack: bool) -> RowPlacement | None:
+def _whole_matrices(parameter: Tensor) -> RowPlacement | None:
     """Which ranks have which rows of whole matrices; `None` if it is not sharded. Collective for some; see `row_placement`."""
     placement = row_placement(parameter)
-    if placement is None or placement.parts == 1 or (is_stack and placement.has_whole_rows):
+    if placement is None or placement.parts == 1 or (parameter.dim() == 3 and placement.has_whole_rows):
         return placement
     raise ShardingError(
         f"Muon.step: parameter {placement.name} of shape {tuple(placement.shape)} is one of {placement.parts} parts of a matrix, this "
@@ -307,16 +310,16 @@ def _whole_matrices(parameter: Tensor, *, is_stack: bool) -> RowPlacement | None
     )
 
 
-def _check_parameters(group: Mapping[str, Any]) -> None:
+def _check_parameters(group: Mapping[str, Any], *, stacked: bool) -> None:
     for number, parameter in enumerate(group["params"] if group["use_muon"] else ()):
-        if parameter.dim() != (3 if group["stacked"] else 2) or parameter.is_complex():
+        if parameter.dim() != (3 if stacked else 2) or parameter.is_complex():
             placement = row_placement(parameter)
             name = (
                 placement.name
                 if placement is not None
                 else dict(enumerate(group.get("param_names", ()))).get(number, number)
             )
-            expected = "stacks of matrices (3-D)" if group["stacked"] else "matrices"
+            expected = "stacks of matrices (3-D)" if stacked else "matrices"
             raise ValueError(
                 f"Muon: parameter {name} of shape {tuple(parameter.shape)} and dtype {parameter.dtype}: expected {expected} of real "
                 'numbers. Put stacks, such as weights of experts, into a group with "stacked": True, and what is neither into one with '

@@ -47,6 +47,10 @@ def orthogonalize_stack(matrices: Tensor, coefficients: tuple[float, float, floa
     Returns:
         `[E, R, C]`, bfloat16.
     """
+    if (
+        len(matrices) == 1
+    ):  # PyTorch multiplies a batch of one otherwise than a matrix, and otherwise than larger batches
+        return orthogonalize(matrices[0], coefficients, steps, eps)[None]
     linear, cubic, quintic = coefficients
     is_tall = matrices.size(1) > matrices.size(2)
     current = matrices.mT if is_tall else matrices

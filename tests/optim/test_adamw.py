@@ -10,6 +10,7 @@ from collections.abc import Callable
 from itertools import product
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -545,6 +546,42 @@ def test_a_state_that_is_refused_changes_nothing():
         assert ours.param_groups[0]["lr"] == 0.5
         assert ours.state_dict()["param_groups"] == before["param_groups"]
         assert ours.state[parameter].keys() == before["state"][0].keys()
+
+
+def test_what_a_schedule_has_left_is_taken():
+    """A rate that was rounded below zero, and one of NumPy."""
+    for rate in (-2.96e-18, numpy.float32(0.05)):
+        parameter = nn.Parameter(torch.ones(2))
+        optimizer = AdamW([parameter], betas=(numpy.float32(0.5), 0.9))
+        optimizer.param_groups[0]["lr"] = rate
+        parameter.grad = torch.ones(2)
+        optimizer.step()
+        again = AdamW([parameter])
+        again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert again.param_groups[0]["lr"] == rate
+        again.step()
+
+
+def test_hooks_may_make_a_state_fit_and_what_belongs_to_no_parameter_is_taken_as_it_is():
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    theirs = torch.optim.Adam([parameter])
+    theirs.step()
+    state = copy.deepcopy(theirs.state_dict())
+    state["state"][7] = copy.deepcopy(state["state"][0])
+    state["state"]["global_step"] = 3
+    ours = AdamW([parameter])
+
+    def decoupled(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+        return {**given, "param_groups": [{**group, "decoupled_weight_decay": True} for group in given["param_groups"]]}
+
+    ours.register_load_state_dict_pre_hook(decoupled)
+    ours.load_state_dict(state)
+    assert torch.equal(ours.state[7]["exp_avg"], theirs.state[parameter]["exp_avg"])
+    assert ours.state["global_step"] == 3
+    assert ours.state[parameter]["exp_avg"].dtype is torch.bfloat16
+    ours.step()
+    assert len(ours._optimizer_load_state_dict_pre_hooks) == 1
 
 
 def test_memory_layouts_with_gaps_or_another_order_are_stepped_alike():

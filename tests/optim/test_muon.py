@@ -461,6 +461,28 @@ def stacks_step_like_each_of_their_matrices_without_communication(rank, world):
                 assert torch.equal(matrix, next(wanted)), (case, limit, stack.shape)
 
 
+def a_stack_is_stepped_as_its_matrices_whatever_number_is_stepped_at_once(rank, world):
+    """PyTorch rounds the product of a batch of one otherwise; also after a state without the word, such as that of an older program."""
+    torch.manual_seed(0)
+    stack = nn.Parameter(torch.randn(3, 300, 77))
+    alone = [nn.Parameter(matrix.clone()) for matrix in stack.detach()]
+    gradients = torch.randn(2, 3, 300, 77)
+    reference = torch.optim.Muon(alone, lr=0.1)
+    for gradient in gradients:
+        for parameter, own in zip(alone, gradient, strict=True):
+            parameter.grad = own.clone()
+        reference.step()
+    for limit in (1, 2 * 2 * 300 * 77, 1e9):
+        model = nn.Parameter(stack.detach().clone())
+        optimizer = Muon([{"params": [model], "stacked": True}], lr=0.1, exchange_bytes=limit)
+        assert "stacked" not in optimizer.param_groups[0]
+        for gradient in gradients:
+            model.grad = gradient.clone()
+            optimizer.step()
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert all(torch.equal(one, other) for one, other in zip(model, alone, strict=True)), limit
+
+
 def experts_of_several_ranks_are_stacks(rank, world):
     mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("shard", "expert"))
     generator = torch.Generator().manual_seed(0)
@@ -500,6 +522,7 @@ WORLDS = {
         copies_and_states_of_torchs_own_go_on,
         misuse_is_named,
         stacks_step_like_each_of_their_matrices_without_communication,
+        a_stack_is_stepped_as_its_matrices_whatever_number_is_stepped_at_once,
     ),
     3: (
         *CASES,
