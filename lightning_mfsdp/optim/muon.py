@@ -244,9 +244,7 @@ class Muon(LocalRowsOptimizer):
         for parameter in parameters:
             state = self.state[parameter]
             if not state:
-                state["step"] = torch.zeros(
-                    (), dtype=torch.float32, device="cpu"
-                )  # as torch.optim.AdamW has it without `capturable`
+                state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
         states = [self.state[parameter] for parameter in parameters]
