@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import warnings
 from collections.abc import Callable, Mapping
-from functools import cache
 from numbers import Real
 from typing import Any, Literal
 
@@ -14,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
+from lightning_mfsdp.base.kernels import has_triton
 from lightning_mfsdp.engine import ElementwiseOptimizer
 from lightning_mfsdp.optim.adamw_rule import Rule, step_
 
@@ -21,6 +19,7 @@ __all__ = ["AdamW", "function_for"]
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_WITHOUT = "lightning_mfsdp.optim.AdamW on GPUs takes thirty PyTorch operations a tensor, and more memory"
 # What is in the groups of torch.optim.AdamW as well: programs that compare names (torch.distributed.checkpoint) then take either's state.
 _OF_TORCH: dict[str, Any] = {
     "amsgrad": False,
@@ -223,23 +222,11 @@ def _local(tensor: Tensor) -> Tensor:
 def function_for(weight: Tensor, *others: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor, Rule], None]:
     """The kernel on GPUs, for tensors without gaps up to 32 bits a number; otherwise `step_`."""
     is_dense = weight.is_contiguous() and all(tensor.is_contiguous() for tensor in others)
-    if weight.is_cuda and is_dense and weight.dtype is not torch.float64 and _has_triton():
+    if weight.is_cuda and is_dense and weight.dtype is not torch.float64 and has_triton(_WITHOUT):
         from lightning_mfsdp.optim.adamw_kernel import step_in_one_pass_
 
         return step_in_one_pass_
     return step_
-
-
-@cache
-def _has_triton() -> bool:
-    is_installed = importlib.util.find_spec("triton") is not None
-    if not is_installed:
-        warnings.warn(
-            "triton is not installed, so lightning_mfsdp.optim.AdamW on GPUs takes thirty PyTorch operations a tensor and more memory; "
-            "install triton",
-            stacklevel=2,
-        )
-    return is_installed
 
 
 def _check_rule(group: Mapping[str, Any]) -> None:

@@ -27,7 +27,7 @@ LIGHTNING = ("lightning", "lightning_utilities", "torch", "torchmetrics")
 ALLOWED = {
     "base": {"torch", "tqdm", "lightning_mfsdp.base"},
     "engine": {"torch", "lightning_mfsdp.base", "lightning_mfsdp.engine"},
-    "ops": {"torch", "triton", "lightning_mfsdp.ops", "lightning_mfsdp.base.alignment"},
+    "ops": {"torch", "triton", "lightning_mfsdp.ops", "lightning_mfsdp.base.alignment", "lightning_mfsdp.base.kernels"},
     # It finds the library by name, in one file (tests/te/test_library.py).
     "te": {
         "torch",

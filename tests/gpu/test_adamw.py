@@ -10,12 +10,12 @@ from torch import nn
 
 from lightning_mfsdp import fully_shard, fully_shard_optimizer, sharded_parameters, unshard
 from lightning_mfsdp.optim import AdamW
+from tests.gpu.linear import made
 from tests.helpers.distributed import needs_gpus, run_distributed
 from tests.optim.internals import Rule, function_for, kernel, step_
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1)]
 
-DIM = 512
 LAYERS = 8
 POISON = 64  # numbers before and after each tensor
 
@@ -90,22 +90,8 @@ def test_moments_that_lie_otherwise_than_the_weight_are_those_of_its_numbers():
     assert torch.equal(before, after)
 
 
-class LinearLoss(nn.Sequential):
-    """Its loss is linear in the weights, so that all ranks have the gradients of one process."""
-
-    def forward(self, number):
-        generator = torch.Generator("cuda").manual_seed(number)
-        factors = [torch.randn(DIM, DIM, generator=generator, device="cuda") for _ in self]
-        return torch.stack([(layer.weight * factor).sum() for layer, factor in zip(self, factors, strict=True)]).sum()
-
-
-def made():
-    torch.manual_seed(0)
-    return LinearLoss(*(nn.Linear(DIM, DIM, bias=False) for _ in range(LAYERS))).cuda()
-
-
 def trains_as_one_process_in_less_memory(rank, world):
-    plain, model = made(), made()
+    plain, model = made(LAYERS), made(LAYERS)
     for layer in model:
         fully_shard(layer)
     fully_shard(model)

@@ -4,30 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 from lightning_mfsdp import fully_shard, fully_shard_optimizer, unshard
 from lightning_mfsdp.optim import Muon
+from tests.gpu.linear import DIM, made
 from tests.helpers.distributed import needs_gpus, run_distributed
 
-DIM = 512
 LAYERS = 64
 LIMIT = 2**20  # two matrices
 MATRIX = 2 * DIM * DIM
-
-
-class LinearLoss(nn.Sequential):
-    """Its loss is linear in the weights, so that all ranks have the gradients of one process."""
-
-    def forward(self, number):
-        generator = torch.Generator("cuda").manual_seed(number)
-        factors = [torch.randn(DIM, DIM, generator=generator, device="cuda") for _ in self]
-        return torch.stack([(layer.weight * factor).sum() for layer, factor in zip(self, factors, strict=True)]).sum()
-
-
-def made():
-    torch.manual_seed(0)
-    return LinearLoss(*(nn.Linear(DIM, DIM, bias=False) for _ in range(LAYERS))).cuda()
 
 
 def trained(model, optimizer, steps):
@@ -38,7 +23,7 @@ def trained(model, optimizer, steps):
 
 
 def trains_like_torch(rank, world):
-    plain, model = made(), made()
+    plain, model = made(LAYERS), made(LAYERS)
     fully_shard(model)
     reference = torch.optim.Muon(plain.parameters(), lr=0.01)
     optimizer = fully_shard_optimizer(Muon(model.parameters(), lr=0.01, exchange_bytes=LIMIT))

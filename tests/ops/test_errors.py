@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_mfsdp.ops import LinearLossHead, choice, chunked_logprobs, linear_cross_entropy, linear_logprobs
+from lightning_mfsdp.base import kernels
+from lightning_mfsdp.ops import LinearLossHead, chunked_logprobs, linear_cross_entropy, linear_logprobs
 
 HIDDEN, WEIGHT, TARGET = torch.zeros(3, 2), torch.zeros(5, 2), torch.zeros(3, dtype=torch.int64)
 
@@ -83,9 +84,9 @@ def test_choices_are_named() -> None:
 
 
 def test_a_missing_triton_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice.importlib.util, "find_spec", lambda name: None)
-    choice._has_triton.cache_clear()
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None)
+    kernels.has_triton.cache_clear()
     with pytest.warns(UserWarning, match="triton is not installed"):
-        assert not choice._has_triton()
-    assert not choice._has_triton()  # no second warning, which would be an error here
-    choice._has_triton.cache_clear()
+        assert not kernels.has_triton("it is slower")
+    assert not kernels.has_triton("it is slower")  # no second warning, which would be an error here
+    kernels.has_triton.cache_clear()

@@ -35,6 +35,7 @@ from tests.optim.internals import (
     rounded,
     step_,
 )
+from tests.optim.linear import linear_loss
 
 # Rows that no number of ranks divides, fewer rows than ranks, a single number, no columns to speak of.
 SHAPES = ((7, 3), (2, 9), (1, 1), (16, 5), (33,), (6, 6))
@@ -198,7 +199,7 @@ def test_equal_gradients_of_equal_weights_round_in_different_ways_in_other_steps
 
 
 class Numbers(nn.Module):
-    """The loss is linear, so that gradients are known exactly: every sum of them is."""
+    """Parameters of all `SHAPES`."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -206,9 +207,7 @@ class Numbers(nn.Module):
         self.weights = nn.ParameterList(torch.randn(shape, generator=generator) for shape in SHAPES)
 
     def forward(self, step: int) -> Tensor:
-        generator = torch.Generator().manual_seed(step)
-        products = [(one * torch.randint(-60, 60, one.shape, generator=generator)).sum() for one in self.parameters()]
-        return torch.stack(products).sum()
+        return linear_loss(self.parameters(), step)
 
 
 class Model(nn.Module):

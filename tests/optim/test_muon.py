@@ -34,6 +34,7 @@ from tests.helpers.chain import STRATEGIES, sharded_chain, weights
 from tests.helpers.models import batch, build, loss_of
 from tests.helpers.nights import NIGHT
 from tests.helpers.pairwise import in_turn
+from tests.optim.linear import linear_loss
 
 # Rows that no number of ranks divides, fewer rows than ranks, a single number, wide, tall and square ones.
 SHAPES = ((7, 3), (2, 9), (1, 1), (16, 5), (5, 16), (6, 6))
@@ -42,7 +43,7 @@ MANY_BATCHES = 150
 
 
 class Matrices(nn.Module):
-    """The loss is linear, so that gradients are known exactly: every sum of them is."""
+    """Matrices and a bias."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -51,9 +52,7 @@ class Matrices(nn.Module):
         self.bias = nn.Parameter(torch.randn(5, generator=generator))
 
     def forward(self, step: int) -> Tensor:
-        generator = torch.Generator().manual_seed(step)
-        products = [(one * torch.randint(-60, 60, one.shape, generator=generator)).sum() for one in self.parameters()]
-        return torch.stack(products).sum()
+        return linear_loss(self.parameters(), step)
 
 
 class Model(nn.Module):
@@ -430,9 +429,7 @@ class Stacks(nn.Module):
         self.matrix = nn.Parameter(torch.randn(6, 5, generator=generator))
 
     def forward(self, step: int) -> Tensor:
-        generator = torch.Generator().manual_seed(step)
-        products = [(one * torch.randint(-60, 60, one.shape, generator=generator)).sum() for one in self.parameters()]
-        return torch.stack(products).sum()
+        return linear_loss(self.parameters(), step)
 
 
 def stacks_step_like_each_of_their_matrices_without_communication(rank, world):
