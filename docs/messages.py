@@ -74,7 +74,7 @@ SECTIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
         "performance.md#cuda-graphs-under-the-trainer",
         ("engine/features/graphs", "trainer/cuda_graph.py"),
     ),
-    "FP8": ("fp8.md", ("te",)),
+    "FP8": ("fp8.md", ("te", "float8")),
     "Trainer and Fabric": ("fabric.md", ("trainer", "fabric")),
     "Callbacks": (
         "callbacks.md",

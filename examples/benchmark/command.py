@@ -76,6 +76,7 @@ def result_of(
         "accumulation": plan.accumulation,
         "graph": plan.graph,
         "recipe": options.recipe,
+        "float8": options.float8,
         "step_ms": round(step_ms, 2),
         "median_ms": round(median(times), 2),
         "host_ms": round(median(host) * 1e3, 2),
@@ -105,6 +106,12 @@ def run(
         "--recipe", choices=["current", "block", "delayed"], default="current", help="of engines that compute in FP8"
     )
     parser.add_argument("--state-dtype", choices=["float32", "bfloat16"], default="float32", help="of AdamW's moments")
+    parser.add_argument(
+        "--float8",
+        choices=["own", "tensorwise", "rowwise", "rowwise_with_gw_hp"],
+        default="",
+        help="linear layers of blocks multiply in FP8, by this package, or by torchao with such scales",
+    )
     parser.add_argument("--clip", type=float, default=0.0, help="largest gradient norm; 0: none")
     parser.add_argument("--accumulation", type=int, default=1, help="microbatches a step")
     parser.add_argument(
@@ -129,6 +136,7 @@ def run(
             clip=plan.clip,
             recipe=plan.recipe,
             state_dtype=plan.state_dtype,
+            float8=plan.float8,
         )
         result = measure(plan.engine, options, plan)
         if dist.get_rank() == 0:

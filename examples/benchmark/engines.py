@@ -41,6 +41,8 @@ class Options:
         seed: Of the initial weights.
         recipe: Of FP8, in the engines that compute in it.
         state_dtype: Of AdamW's moments.
+        float8: What computes the linear layers of blocks in FP8: "own" (lightning_mfsdp.float8), or torchao by a recipe's name.
+            Empty: they compute in bf16.
     """
 
     size: str
@@ -53,6 +55,7 @@ class Options:
     seed: int = 0
     recipe: str = "current"
     state_dtype: Literal["float32", "bfloat16"] = "float32"
+    float8: str = ""
 
     @property
     def config(self) -> DecoderConfig:
@@ -94,7 +97,17 @@ def build(options: Options, device: torch.device, dtype: torch.dtype = torch.flo
     torch.manual_seed(options.seed)
     with torch.device(device):
         model = Decoder(options.config)
-    return model.to(dtype)
+    model = model.to(dtype)
+    if options.float8 == "own":
+        from lightning_mfsdp.float8 import replace_linear_layers
+
+        replace_linear_layers(model.blocks)
+    elif options.float8:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        config = Float8LinearConfig.from_recipe_name(options.float8)
+        convert_to_float8_training(model.blocks, config=config)
+    return model
 
 
 def adamw(parameters: Any, options: Options | None = None) -> torch.optim.Optimizer:

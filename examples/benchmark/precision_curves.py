@@ -5,7 +5,8 @@
 Trains through Trainer once for each precision. Two more runs in bfloat16, with the text in another order and from other weights, show
 how far apart curves are that differ by chance. So does `-nudged` at the end of any name: the same run with a learning rate that is larger
 by one millionth. A difference between precisions counts for something where it is larger than that between runs and nudged ones.
-"bf16-moments" computes in bfloat16 and keeps AdamW's moments in it, too; names with `-start-1` and so on have other weights.
+"fp8" is this package's own, and others that begin so are Transformer Engine's. "bf16-moments" computes in bfloat16 and keeps AdamW's
+moments in it, too; names with `-start-1` and so on have other weights.
 
 Rank 0 prints a table of the means of the last steps and of the loss on held-out text, and leaves curves.json and curves.png in the
 folder.
@@ -42,7 +43,7 @@ FP8: dict[str, dict[str, Any]] = {
 }
 NUDGED = "-nudged"
 MOMENTS = "bf16-moments"
-NAMES = ("bf16", "bf16-other-order", "bf16-other-start", MOMENTS, *FP8)
+NAMES = ("bf16", "bf16-other-order", "bf16-other-start", MOMENTS, "fp8", *FP8)
 START = re.compile(r"-start-(\d+)$")
 
 
@@ -56,6 +57,8 @@ def precision_of(name: str) -> MFSDPPrecision:
     name = kind_of(name)
     if name.startswith("bf16"):
         return MFSDPPrecision("bf16-mixed")
+    if name == "fp8":
+        return MFSDPPrecision("fp8", keep_high_precision=["decoder.head"])
     return MFSDPPrecision("transformer-engine", replace_layers=True, keep_high_precision=["decoder.head"], **FP8[name])
 
 

@@ -104,6 +104,7 @@ __all__ = [
     "reduce_scatter_coalesced",
     "reduce_scatter_flat",
     "saved_tensors_hooks_around",
+    "scaled_mm",
     "set_data",
     "set_versions",
     "share_storage",
@@ -725,6 +726,11 @@ _Foreach = Callable[[list[Tensor], list[Tensor]], object]
 foreach_copy_: _Foreach = torch._foreach_copy_
 # Add tensor by tensor in one launch where dtypes agree; the target's dtype is kept.
 foreach_add_: _Foreach = torch._foreach_add_
+
+
+def scaled_mm(left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """`[M, N]` of `[M, K]`, contiguous, and `[K, N]`, whose transpose is, both in 8 bits; scales are 0-D, float32 (`_scaled_mm`)."""
+    return torch._scaled_mm(left, right, scale_a=left_scale, scale_b=right_scale, out_dtype=dtype, use_fast_accum=True)
 
 
 def foreach_lerp(starts: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> list[Tensor]:

@@ -28,6 +28,7 @@ from lightning_mfsdp._lightning_api import (
     Precision,
 )
 from lightning_mfsdp.engine import MixedPrecisionPolicy
+from lightning_mfsdp.float8 import Float8Linear, replace_linear_layers
 from lightning_mfsdp.options.loss_scaling import agreeing_scaler, unscales_by_itself
 from lightning_mfsdp.options.policy_and_precision import refuse_contradiction, replaced_fields
 from lightning_mfsdp.te import (
@@ -41,14 +42,18 @@ from lightning_mfsdp.te import (
 
 __all__ = ["PrecisionName", "ShardedPrecision", "default_policy", "translate"]
 
-PrecisionName = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true", "transformer-engine"]
+PrecisionName = Literal[
+    "32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true", "transformer-engine", "fp8"
+]
 
 _FP8_SCALING = "fp8_scaling"  # in checkpoints
+_FP8_CAPABILITY = (8, 9)
 _TRUE_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
 _AUTOCAST_DTYPES = {
     "bf16-mixed": torch.bfloat16,
     "16-mixed": torch.float16,
     "transformer-engine": torch.bfloat16,  # for everything that the library's modules do not compute in 8 bits
+    "fp8": torch.bfloat16,  # for everything but products of linear layers
 }
 
 # Under autocast these compute in float32 with float32 weights. Rounding their few weights would save nothing and change results.
@@ -78,6 +83,7 @@ def default_policy(precision: PrecisionName) -> MixedPrecisionPolicy:
     | "16-true"            | float16      | float16                  | float32, scaled loss                  |
     | "64-true"            | float64      | float64                  | float64                               |
     | "transformer-engine" | float32      | as "bf16-mixed", and FP8 | float32                               |
+    | "fp8"                | float32      | as "bf16-mixed", and FP8 | float32                               |
     """
     if precision in _AUTOCAST_DTYPES:
         return MixedPrecisionPolicy(
@@ -94,14 +100,15 @@ class ShardedPrecision(FabricPrecision):
     """Precision of a run whose model is sharded.
 
     Args:
-        precision: One of "32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true", "transformer-engine". See
+        precision: One of "32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true", "transformer-engine", "fp8". See
             `default_policy` for the dtypes.
         policy: Replaces the dtypes the string stands for; autocast, the model's own dtype and the inputs' still follow the string. Besides
             "32-true" any policy is accepted: without autocast, the policy alone decides.
         scaler: Loss scaler for float16 compute. `None` makes a `DistributedGradScaler` where one is needed. A plain
             `torch.amp.GradScaler` provides the settings for one; any other class must itself make ranks agree on skipping a step.
-        recipe, replace_layers, keep_high_precision, overrides, fp8_weights, keep_transpose_cache, fuse_weight_gradients, keep_quantized:
-            For "transformer-engine", as documented in `Fp8Options`.
+        keep_high_precision: For "fp8", as documented in `replace_linear_layers`, and "transformer-engine", as in `Fp8Options`.
+        recipe, replace_layers, overrides, fp8_weights, keep_transpose_cache, fuse_weight_gradients, keep_quantized: For
+            "transformer-engine", as documented in `Fp8Options`.
 
     Raises:
         ValueError: An unknown precision, a policy that contradicts it, a scaler where nothing computes in float16, or options of FP8
@@ -127,7 +134,7 @@ class ShardedPrecision(FabricPrecision):
             raise ValueError(
                 f"{type(self).__name__}(precision={precision!r}): expected one of {', '.join(map(repr, get_args(PrecisionName)))}"
             )
-        self.precision: PrecisionName = precision
+        self.precision: PrecisionName = precision  # type: ignore[assignment]  # Lightning has no "fp8"
         self.policy_is_explicit = policy is not None
         self.policy = policy or default_policy(precision)
         self.scaler = scaler
@@ -144,11 +151,17 @@ class ShardedPrecision(FabricPrecision):
         if precision == "transformer-engine":
             self.fp8 = Fp8Compute(Fp8Options(recipe="current" if recipe is None else recipe, **fp8))
             self.policy = self.known_as(self.policy)
-        elif recipe is not None or any(fp8.values()):
+        elif recipe is not None or any(value for name, value in fp8.items() if name != "keep_high_precision"):
             raise ValueError(
-                f"{type(self).__name__}({precision!r}): recipe, {', '.join(fp8)} are about FP8, which "
-                'this precision does not use. Leave them out, or use "transformer-engine"'
+                f"{type(self).__name__}({precision!r}): recipe, {', '.join(name for name in fp8 if name != 'keep_high_precision')} are "
+                'about FP8 by Transformer Engine, which this precision does not use. Leave them out, or use "transformer-engine"'
             )
+        elif keep_high_precision and precision != "fp8":
+            raise ValueError(
+                f"{type(self).__name__}({precision!r}): keep_high_precision is about FP8, which this precision does not use. Leave it out, "
+                'or use "fp8" or "transformer-engine"'
+            )
+        self.keep_high_precision = tuple(keep_high_precision)
         if precision != "32-true":
             refuse_contradiction(precision, self.policy, type(self).__name__)
         self._device_type = "cpu"
@@ -186,11 +199,35 @@ class ShardedPrecision(FabricPrecision):
         """Complete a module's setup for FP8. The strategy calls it once processes exist, before each use of a module, sharded or not."""
         if self.fp8 is None:
             refuse_prepared(module, self.precision)
+            self._choose_float8_layers(module)
             return
         # A mesh of two axes covers all ranks, too, and a DeviceMesh has a group for each axis only.
         done = self.fp8.prepare(module, mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD)
         if done:
             rank_zero_info(done)
+
+    def _choose_float8_layers(self, module: nn.Module) -> None:
+        """For "fp8" replace layers; otherwise say if some are there, which compute in FP8 in any precision."""
+        before = [name for name, layer in module.named_modules() if isinstance(layer, Float8Linear)]
+        if self.precision == "fp8":
+            self._check_device_multiplies()
+            chosen = replace_linear_layers(module, keep_high_precision=self.keep_high_precision)
+            if chosen != before:
+                rank_zero_info(
+                    f"FP8: {len(chosen)} linear layers, {', '.join(chosen[:4])}{', ...' if len(chosen) > 4 else ''}"
+                )
+        elif before:
+            rank_zero_info(
+                f"precision={self.precision!r}: {len(before)} linear layers of class Float8Linear compute in FP8 in any precision: "
+                f"{', '.join(before[:4])}"
+            )
+
+    def _check_device_multiplies(self) -> None:
+        if self._device_type == "cuda" and torch.cuda.get_device_capability() < _FP8_CAPABILITY:
+            raise RuntimeError(
+                f"{type(self).__name__}({self.precision!r}): {torch.cuda.get_device_name()} has no products of 8-bit matrices: expected "
+                'compute capability 8.9 (Ada), 9.0 (Hopper) or more; use precision="bf16-mixed"'
+            )
 
     def cast_module(self, module: nn.Module) -> nn.Module:
         """The module in the dtype of a "*-true" precision; the policy decides everything else."""
@@ -334,7 +371,7 @@ def translate(plugin: FabricPrecision, policy: MixedPrecisionPolicy | None, into
             return plugin
         if policy is not None and not plugin.policy_is_explicit and plugin.precision == "32-true":
             refuse_contradiction(plugin.precision, policy, into.__name__)
-        fp8 = {} if plugin.fp8 is None else vars(plugin.fp8.options)
+        fp8 = {"keep_high_precision": plugin.keep_high_precision} if plugin.fp8 is None else vars(plugin.fp8.options)
         return into(plugin.precision, policy=policy or explicit_policy, scaler=plugin.scaler, **fp8)
     if isinstance(plugin, FabricTransformerEnginePrecision):
         return into("transformer-engine", policy=policy, **_fp8_options(plugin))

@@ -20,6 +20,7 @@ _COMPUTE_DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     "16-true": (torch.float16,),
     "64-true": (torch.float64,),
     "transformer-engine": (torch.bfloat16, torch.float32),
+    "fp8": (torch.bfloat16, torch.float32),
 }
 # Dtypes of main weights, which the optimizer updates, that a policy may have: float32 loses nothing, except of float64.
 _MAIN_DTYPES = {
@@ -44,7 +45,9 @@ def refuse_contradiction(precision: str, policy: MixedPrecisionPolicy, plugin: s
         if dtype is None or dtype in allowed:
             continue
         fitting = [
-            f'"{name}"' for name, dtypes in dtypes_of.items() if dtypes[0] is dtype and name != "transformer-engine"
+            f'"{name}"'
+            for name, dtypes in dtypes_of.items()
+            if dtypes[0] is dtype and name not in ("transformer-engine", "fp8")
         ]
         ways = f"use precision={' or '.join(fitting)}, if the policy is meant"
         default = ""

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_mfsdp.base.alignment import ALIGNMENTS
+from lightning_mfsdp.base.module_patterns import matches, without_words
 from lightning_mfsdp.te import library
 
 __all__ = ["RECIPES", "Overrides", "alignment", "check_recipe", "enter_around", "make_recipe", "outermost"]
@@ -114,18 +114,18 @@ class Overrides:
 
     def __init__(self, root: nn.Module, kept: Iterable[str], others: Mapping[str, Any]) -> None:
         rules = [*((pattern, None) for pattern in kept), *others.items()]
-        self._rules = [(pattern, _resolved(root, pattern), recipe) for pattern, recipe in rules]
+        self._rules = [(pattern, without_words(root, pattern), recipe) for pattern, recipe in rules]
 
     def find(self, name: str, default: Any) -> Any:
         """The recipe of a layer, `None` for high precision."""
-        matches = (recipe for _, pattern, recipe in self._rules if _matches(name, pattern))
+        matches = (recipe for _, pattern, recipe in self._rules if matches(name, pattern))
         return next(matches, default)
 
     def check_all_match(self, names: Iterable[str]) -> None:
         """Raise a ValueError for a pattern that none of the names matches."""
         layers = list(names)
         for rule, pattern, _ in self._rules:
-            if not any(_matches(name, pattern) for name in layers):
+            if not any(matches(name, pattern) for name in layers):
                 raise ValueError(
                     f"keep_high_precision, overrides: {rule!r} matches no layer that could compute in FP8; those are {layers[:6]}"
                 )
@@ -145,27 +145,3 @@ def enter_around(module: nn.Module, make: Callable[[], AbstractContextManager[An
 
     module.register_forward_pre_hook(before, prepend=True)
     module.register_forward_hook(after, always_call=True)
-
-
-def _matches(name: str, pattern: str) -> bool:
-    """Whether the name, or that of a module around it, matches."""
-    parts = name.split(".")
-    return any(fnmatchcase(".".join(parts[: count + 1]), pattern) for count in range(len(parts)))
-
-
-def _resolved(root: nn.Module, pattern: str) -> str:
-    if pattern not in ("first", "last"):
-        return pattern
-    blocks = [
-        (name, module)
-        for name, module in root.named_modules()
-        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1
-    ]
-    if not blocks:
-        raise ValueError(
-            f"{pattern!r} means a block of the model, an entry of its largest ModuleList or Sequential, and {type(root).__name__} has "
-            "neither; give names of modules"
-        )
-    name, stack = max(blocks, key=lambda named: sum(parameter.numel() for parameter in named[1].parameters()))
-    entry = "0" if pattern == "first" else str(len(stack) - 1)
-    return f"{name}.{entry}" if name else entry

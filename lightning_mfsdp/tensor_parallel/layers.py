@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_mfsdp.base.errors import ShardingError
+from lightning_mfsdp.float8 import Float8Linear, float8_linear
 from lightning_mfsdp.tensor_parallel.division import check_divided, is_divided
 from lightning_mfsdp.tensor_parallel.exchange import TensorGroup, copied, copied_end, summed
 
@@ -310,9 +311,17 @@ class RowwiseLinear(nn.Linear):
 
     tensor_group: TensorGroup
     total: Change
+    multiply: Callable[[Tensor, Tensor], Tensor]
+
+    @classmethod
+    def install(cls, module: nn.Linear, total: Change, group: TensorGroup) -> None:
+        """Give a layer this class. One that multiplies in 8 bits still does."""
+        multiply = float8_linear if isinstance(module, Float8Linear) else F.linear
+        module.__class__ = cls
+        module.tensor_group, module.total, module.multiply = group, total, multiply  # type: ignore[assignment]
 
     def forward(self, input: Tensor) -> Tensor:
         """As of `nn.Linear`; the input is a part, and the output is whole."""
         check_divided(self)
-        total = self.total(F.linear(input, self.weight), self.tensor_group)
+        total = self.total(self.multiply(input, self.weight), self.tensor_group)
         return total + self.bias.to(total.dtype)  # under autocast, the bias has another one

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.base.part import Part
+from lightning_mfsdp.float8 import MULTIPLE, Float8Linear
 from lightning_mfsdp.te import parts as te
 from lightning_mfsdp.tensor_parallel.division import planned_division
 from lightning_mfsdp.tensor_parallel.exchange import TensorGroup, copied, gathered, own_part, summed
@@ -132,7 +133,7 @@ class Style:
         if (
             self.divides == "columns"
             and "bias" in parameters
-            and type(module) is not nn.Linear
+            and type(module) not in (nn.Linear, Float8Linear)
             and not te.is_linear(module)
         ):
             raise ShardingError(
@@ -141,7 +142,7 @@ class Style:
             )
         rows = self.divides == "rows"
         dims = {"weight": 0 if rows else 1, **({"bias": 0} if rows and "bias" in parameters else {})}
-        multiple = te.multiple_of(module)
+        multiple = MULTIPLE if isinstance(module, Float8Linear) else te.multiple_of(module)
         return {
             key: self._part(f"{target.name}.{key}", parameters[key].shape, dim, group, multiple)
             for key, dim in dims.items()
@@ -227,11 +228,10 @@ class Style:
             assert after is not None
             return [*handles, add_bias_after(module, after, group)]
         if self.divides == "columns" and has_bias:
-            module.__class__ = (
-                RowwiseLinear  # a hook sees the output only after the bias was added, before the sum over ranks
-            )
-            module.tensor_group = group  # type: ignore[assignment]
-            module.total = after  # type: ignore[assignment]
+            # A hook would see the output only after the bias was added, before the sum over ranks.
+            assert isinstance(module, nn.Linear)
+            assert after is not None
+            RowwiseLinear.install(module, after, group)
             return handles
         return handles if after is None else [*handles, change_output(module, after, group)]
 

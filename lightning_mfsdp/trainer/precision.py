@@ -31,7 +31,7 @@ class MFSDPPrecision(ShardedPrecision, Precision):
     """Precision of a run under `MFSDPStrategy`.
 
     Args:
-        precision: One of "32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true", "transformer-engine". See
+        precision: One of "32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true", "transformer-engine", "fp8". See
             `default_policy` for the dtypes.
         policy: Replaces the dtypes the string stands for; autocast, the model's own dtype and the inputs' still follow the string. Besides
             "32-true" any policy is accepted: without autocast, the policy alone decides.
@@ -41,8 +41,8 @@ class MFSDPPrecision(ShardedPrecision, Precision):
             "block", "mxfp8", "nvfp4", or a recipe of `transformer_engine.common.recipe`.
         replace_layers: Replace `nn.Linear`, `nn.LayerNorm` and `nn.RMSNorm` by Transformer Engine's layers. "auto": only in a model that
             contains none of them.
-        keep_high_precision: Layers that compute in bfloat16: `fnmatch` patterns of module names, with everything inside, or "first" and
-            "last" for the first and last block of the largest `ModuleList` or `Sequential`.
+        keep_high_precision: Also for "fp8": layers that compute in bfloat16: `fnmatch` patterns of module names, with everything inside,
+            or "first" and "last" for the first and last block of the largest `ModuleList` or `Sequential`.
         overrides: Other recipes for some layers, by pattern. The first matching pattern counts.
         fp8_weights: Store and all-gather weights in 8 bits, beside float32 main weights.
         keep_transpose_cache: Keep the transpose of FP8 weights until they change: one byte per parameter on every rank.

@@ -638,6 +638,16 @@ def test_every_function_of_compat_is_tested_here_or_on_gpus():
     assert set(compat.__all__) <= tested, sorted(set(compat.__all__) - tested)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_product_of_8_bits_is_that_of_the_numbers_times_both_scales(dtype):
+    torch.manual_seed(0)
+    for left, rows in ((torch.float8_e4m3fn, 16), (torch.float8_e5m2, 7)):
+        one, other = torch.randn(rows, 32).to(left), torch.randn(48, 32).to(torch.float8_e4m3fn)
+        found = compat.scaled_mm(one, other.t(), torch.tensor(0.5), torch.tensor(3.0), dtype)
+        assert found.dtype is dtype
+        torch.testing.assert_close(found, (1.5 * one.float() @ other.float().t()).to(dtype))
+
+
 def test_a_grouped_product_multiplies_each_group_by_its_own_matrix():
     torch.manual_seed(0)
     rows, weights = torch.randn(16, 8, dtype=torch.bfloat16), torch.randn(3, 8, 16, dtype=torch.bfloat16)

@@ -35,6 +35,7 @@ ALLOWED = {
         "lightning_mfsdp.base",
         "lightning_mfsdp.engine",
     },
+    "float8": {"torch", "triton", "lightning_mfsdp.float8", "lightning_mfsdp.base"},
     "moe": {
         "torch",
         "triton",
@@ -49,6 +50,7 @@ ALLOWED = {
         "torch",
         "lightning_mfsdp.tensor_parallel",
         "lightning_mfsdp.base",
+        "lightning_mfsdp.float8",
         "lightning_mfsdp.ops",
         "lightning_mfsdp.te",
     },
@@ -81,6 +83,7 @@ ALLOWED = {
         "lightning_mfsdp.base",
         "lightning_mfsdp.context_parallel",
         "lightning_mfsdp.engine",
+        "lightning_mfsdp.float8",
         "lightning_mfsdp.moe",
         "lightning_mfsdp._lightning_api",
         "lightning_mfsdp.options",

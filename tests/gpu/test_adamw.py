@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import product
 
 import pytest
@@ -82,7 +83,7 @@ def test_moments_that_lie_otherwise_than_the_weight_are_those_of_its_numbers():
     first.step()
     after = nn.Parameter(before.detach().contiguous())
     second = AdamW([after])
-    second.load_state_dict(first.state_dict())
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
     assert not second.state[after]["exp_avg"].is_contiguous()
     for parameter, optimizer in ((before, first), (after, second)):
         parameter.grad = gradient.clone(memory_format=torch.preserve_format)

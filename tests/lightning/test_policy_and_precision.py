@@ -32,10 +32,11 @@ COMPUTE: dict[str, set[Any]] = {
     "16-true": {None, F16},
     "64-true": {None, F64},
     "transformer-engine": {None, BF16, F32},
+    "fp8": {None, BF16, F32},
 }
 MAIN = {name: allowed | ({F32} if name != "64-true" else set()) for name, allowed in COMPUTE.items()}
-# Lightning has no plugin for float16 autocast on the CPU, and needs Transformer Engine for its own; ours take any string.
-BY_STRING = [name for name in PRECISIONS if name not in ("16-mixed", "transformer-engine")]
+# Lightning has no plugin for float16 autocast on the CPU, no "fp8", and needs Transformer Engine for its own; ours take any string.
+BY_STRING = [name for name in PRECISIONS if name not in ("16-mixed", "transformer-engine", "fp8")]
 
 
 def agrees(precision: str, compute: Any, main: Any) -> bool:

@@ -7,6 +7,7 @@ import base64
 import hashlib
 import json
 import shutil
+import threading
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -114,6 +115,7 @@ def make(root: Path, work: Path, path: Path, tests: Sequence[str], jobs: int, de
     hashes = {name: digest(source) for name, source in sources.items()}
     if made.sources != hashes:
         made = Map(hashes, {name: functions_of(source) for name, source in sources.items()})
+    saving = threading.Lock()
     folders: Queue[Path] = Queue()
     for number in range(jobs):
         folder = work / f"m{number}"
@@ -144,13 +146,14 @@ def make(root: Path, work: Path, path: Path, tests: Sequence[str], jobs: int, de
                     (work / f"{test.replace('/', '+')}.marks.log").write_text(said)
             if outcome.kind == "stopped":
                 return
-            made.tests[test] = {
-                "seconds": round(outcome.seconds, 1),
-                "kind": outcome.kind,
-                "failed": list(outcome.failed),
-                "lines": hits,
-            }
-            made.save(path)
+            with saving:
+                made.tests[test] = {
+                    "seconds": round(outcome.seconds, 1),
+                    "kind": outcome.kind,
+                    "failed": list(outcome.failed),
+                    "lines": hits,
+                }
+                made.save(path)
             print(f"{test}: {outcome.kind} in {outcome.seconds:.0f} s", *outcome.failed, flush=True)
             if outcome.kind != "passed":
                 (work / f"{test.replace('/', '+')}.log").write_text(outcome.said)
