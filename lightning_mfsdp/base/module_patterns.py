@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
-__all__ = ["matches", "without_words"]
+__all__ = ["check_patterns", "matches", "without_words"]
+
+
+def check_patterns(option: str, patterns: Any) -> None:
+    """Raise a TypeError for anything but a list of strings; a string alone would be one of letters."""
+    is_list = isinstance(patterns, Collection) and not isinstance(patterns, str)
+    if not (is_list and all(isinstance(name, str) for name in patterns)):
+        raise TypeError(
+            f'{option}={patterns!r}: expected a list of names and patterns of modules, such as ["first", "last", "*.head"]'
+        )
 
 
 def matches(name: str, pattern: str) -> bool:

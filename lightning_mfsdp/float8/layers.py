@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_mfsdp.base.module_patterns import matches, without_words
+from lightning_mfsdp.base.module_patterns import check_patterns, matches, without_words
 from lightning_mfsdp.float8.product import MULTIPLE, float8_linear
 
 __all__ = ["LEAST_SIZE", "Float8Linear", "replace_linear_layers"]
@@ -79,8 +79,10 @@ def replace_linear_layers(
         The names of the layers that compute in 8 bits.
 
     Raises:
+        TypeError: Patterns that are no list of strings.
         ValueError: A pattern that no linear layer matches, or nothing is left to compute in 8 bits. Nothing was changed then.
     """
+    check_patterns("keep_high_precision", keep_high_precision)
     layers = _linear_layers(module)
     patterns = {given: without_words(module, given) for given in keep_high_precision}
     for given, pattern in patterns.items():

@@ -27,6 +27,7 @@ from lightning_mfsdp._lightning_api import (
     MixedPrecision,
     Precision,
 )
+from lightning_mfsdp.base.module_patterns import check_patterns
 from lightning_mfsdp.engine import MixedPrecisionPolicy
 from lightning_mfsdp.float8 import Float8Linear, replace_linear_layers
 from lightning_mfsdp.options.loss_scaling import agreeing_scaler, unscales_by_itself
@@ -161,6 +162,7 @@ class ShardedPrecision(FabricPrecision):
                 f"{type(self).__name__}({precision!r}): keep_high_precision is about FP8, which this precision does not use. Leave it out, "
                 'or use "fp8" or "transformer-engine"'
             )
+        check_patterns("keep_high_precision", keep_high_precision)
         self.keep_high_precision = tuple(keep_high_precision)
         if precision != "32-true":
             refuse_contradiction(precision, self.policy, type(self).__name__)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lightning_mfsdp.base.module_patterns import check_patterns
 from lightning_mfsdp.te.recipes import check_recipe
 
 __all__ = ["Fp8Options"]
@@ -61,10 +62,4 @@ class Fp8Options:
             check_recipe(f"overrides[{pattern!r}]", recipe)
         if self.replace_layers not in (True, False, "auto"):
             raise ValueError(f'replace_layers={self.replace_layers!r}: expected True, False or "auto"')
-        kept: Any = self.keep_high_precision
-        is_list = isinstance(kept, Collection) and not isinstance(kept, str)
-        if not (is_list and all(isinstance(name, str) for name in kept)):
-            raise TypeError(
-                f"keep_high_precision={kept!r}: expected a list of names and patterns of modules, such as "
-                '["first", "last", "*.head"]'
-            )
+        check_patterns("keep_high_precision", self.keep_high_precision)

@@ -118,8 +118,8 @@ class Overrides:
 
     def find(self, name: str, default: Any) -> Any:
         """The recipe of a layer, `None` for high precision."""
-        matches = (recipe for _, pattern, recipe in self._rules if matches(name, pattern))
-        return next(matches, default)
+        fitting = (recipe for _, pattern, recipe in self._rules if matches(name, pattern))
+        return next(fitting, default)
 
     def check_all_match(self, names: Iterable[str]) -> None:
         """Raise a ValueError for a pattern that none of the names matches."""

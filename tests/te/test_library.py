@@ -138,11 +138,13 @@ def test_options_of_fp8_need_fp8() -> None:
     for options in (
         {"recipe": "block"},
         {"replace_layers": True},
-        {"keep_high_precision": ["head"]},
         {"overrides": {"a": "block"}},
     ):
-        with pytest.raises(ValueError, match=r"'bf16-mixed'\): recipe, replace_layers, .* are about FP8"):
-            MFSDPPrecision("bf16-mixed", **options)
+        for precision in ("bf16-mixed", "fp8"):
+            with pytest.raises(ValueError, match=rf"'{precision}'\): recipe, replace_layers, .* are about FP8"):
+                MFSDPPrecision(precision, **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"'bf16-mixed'\): keep_high_precision is about FP8"):
+        MFSDPPrecision("bf16-mixed", keep_high_precision=["head"])
     with pytest.raises(ValueError, match=r'replace_layers=\'yes\': expected True, False or "auto"'):
         MFSDPPrecision("transformer-engine", replace_layers="yes")  # type: ignore[arg-type]
     wrong: tuple[Any, ...] = ("head", None, [nn.Linear])
