@@ -6,18 +6,16 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, ClassVar
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_mfsdp.base.module_patterns import check_patterns, matches, without_words
-from lightning_mfsdp.float8.product import MULTIPLE, float8_linear
+from lightning_mfsdp.float8.product import DTYPES, MULTIPLE, float8_linear
 
 __all__ = ["LEAST_SIZE", "Float8Linear", "replace_linear_layers"]
 
 LEAST_SIZE = 1024  # casts of smaller matrices take more time than 8-bit products save; see docs/design/float8.md
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Float8Linear(nn.Linear):
@@ -45,8 +43,6 @@ class Float8Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., I]` to `[..., O]`."""
-        if not x.numel():
-            return F.linear(x, self.weight, self.bias)
         return float8_linear(x, self.weight, self.bias)
 
     def extra_repr(self) -> str:
@@ -55,8 +51,9 @@ class Float8Linear(nn.Linear):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles: the class of a layer of another kind is made again where it is loaded."""
-        made = type(self) is _in_8_bits(self.replaces)
-        return (_empty, (self.replaces,), vars(self)) if made else super().__reduce_ex__(protocol)
+        if not _was_replaced(self):
+            return super().__reduce_ex__(protocol)
+        return _empty, (self.replaces,), self.__getstate__()
 
 
 def replace_linear_layers(
@@ -64,9 +61,10 @@ def replace_linear_layers(
 ) -> list[str]:
     """Choose the linear layers that compute in 8 bits: these become `Float8Linear`, and others of that class `nn.Linear` again.
 
-    Call it before the model is compiled, in `configure_model` for example; it works under any strategy. A layer stays the same object
-    with the same parameters, names, hooks and attributes, and only its class changes. Layers of a class with a forward of its own are left
-    as they are, and those inside `nn.MultiheadAttention`, which reads their weights alone.
+    Call it before the model is sharded, in `configure_model` for example; it works under any strategy. A layer stays the same object
+    with the same parameters, names, hooks and attributes, and only its class changes. Left as they are: layers with a forward of their
+    own, a parametrization or a packed weight, and those in `nn.MultiheadAttention` and `nn.TransformerEncoderLayer`, which at times read
+    the weights alone.
 
     Args:
         module: The model, or a part.
@@ -80,42 +78,74 @@ def replace_linear_layers(
 
     Raises:
         TypeError: Patterns that are no list of strings.
-        ValueError: A pattern that no linear layer matches, or nothing is left to compute in 8 bits. Nothing was changed then.
+        ValueError: A pattern that no linear layer matches, nothing is left to compute in 8 bits, a layer is sharded already, or one of
+            those to keep cannot become what it was. Nothing was changed then.
     """
     check_patterns("keep_high_precision", keep_high_precision)
     layers = _linear_layers(module)
     patterns = {given: without_words(module, given) for given in keep_high_precision}
     for given, pattern in patterns.items():
-        if not any(matches(name, pattern) for name in layers):
+        if not any(_matches(names, pattern) for names in layers.values()):
+            known = [names[0] for names in layers.values()]
             raise ValueError(
-                f"keep_high_precision: {given!r} matches no linear layer; those are {', '.join(list(layers)[:6]) or 'none'}"
+                f"keep_high_precision: {given!r} matches no linear layer; those are {', '.join(known[:6]) or 'none'}"
             )
-    chosen = [
-        name
-        for name, layer in layers.items()
-        if not any(matches(name, pattern) for pattern in patterns.values()) and _fits(layer, least_size)
-    ]
+    kept = {layer for layer, names in layers.items() if any(_matches(names, each) for each in patterns.values())}
+    chosen = {layer: names[0] for layer, names in layers.items() if layer not in kept and _fits(layer, least_size)}
     if not chosen:
         raise ValueError(
             f"{type(module).__name__} has {len(layers)} linear layers, and none to compute in 8 bits: expected sizes that are multiples of "
             f"{MULTIPLE} and at least {least_size} (least_size), outside of keep_high_precision={list(keep_high_precision)}"
         )
-    for name, layer in layers.items():
-        layer.__class__ = _in_8_bits(type(layer)) if name in chosen else _in_own_dtype(type(layer))
-    return chosen
+    back = [layer for layer in layers if layer not in chosen and isinstance(layer, Float8Linear)]
+    for layer, names in layers.items():
+        _check_class_may_change(names[0], layer, to_8_bits=layer in chosen, back=layer in back)
+    for layer in chosen:
+        layer.__class__ = _in_8_bits(type(layer))
+    for layer in back:
+        layer.__class__ = layer.replaces
+    return list(chosen.values())
 
 
-def _linear_layers(module: nn.Module) -> dict[str, nn.Linear]:
-    """Layers that compute as `nn.Linear` does, by name, each once."""
-    found: dict[str, nn.Linear] = {}
-    inside: set[int] = set()
-    for name, layer in module.named_modules():
-        if isinstance(layer, nn.MultiheadAttention):
-            inside.update(id(part) for part in layer.modules())
-        own_forward = "forward" in vars(layer) or type(layer).forward not in (nn.Linear.forward, Float8Linear.forward)
-        if isinstance(layer, nn.Linear) and not own_forward and id(layer) not in inside:
-            found[name] = layer
+def _check_class_may_change(name: str, layer: nn.Linear, *, to_8_bits: bool, back: bool) -> None:
+    if to_8_bits and not isinstance(layer, Float8Linear) and isinstance(layer.weight, DTensor):
+        raise ValueError(
+            f"replace_linear_layers: {name} is sharded already, and what computes with its weight is set up; call it before the model is "
+            "sharded (fully_shard, parallelize_module), or make it plain again (unshard_model)"
+        )
+    if back and not _was_replaced(layer):
+        raise ValueError(
+            f"keep_high_precision: {name} was built as {type(layer).__name__}, or was given a parametrization since it was replaced; build "
+            "it as nn.Linear, or leave it out"
+        )
+
+
+def _linear_layers(module: nn.Module) -> dict[nn.Linear, list[str]]:
+    """Layers that compute as `nn.Linear` does, with all their names."""
+    found: dict[nn.Linear, list[str]] = {}
+    inside = {
+        part
+        for layer in module.modules()
+        if isinstance(layer, (nn.MultiheadAttention, nn.TransformerEncoderLayer))
+        for part in layer.modules()
+    }
+    for name, layer in module.named_modules(remove_duplicate=False):
+        if isinstance(layer, nn.Linear) and layer not in inside and _computes_as_linear(layer):
+            found.setdefault(layer, []).append(name.replace("_orig_mod.", ""))  # of torch.compile
     return found
+
+
+def _computes_as_linear(layer: nn.Linear) -> bool:
+    """Whether it does, or would if it were not sharded: the engine may have given it a forward that writes gradients."""
+    is_sharded = isinstance(layer._parameters.get("weight"), DTensor)
+    has_own_forward = "forward" in vars(layer) and not is_sharded
+    if has_own_forward or type(layer).forward not in (nn.Linear.forward, Float8Linear.forward):
+        return False
+    return isinstance(layer, Float8Linear) or not is_parametrized(layer)
+
+
+def _matches(names: Sequence[str], pattern: str) -> bool:
+    return any(matches(name, pattern) for name in names)
 
 
 def _fits(layer: nn.Linear, least_size: int) -> bool:
@@ -123,7 +153,15 @@ def _fits(layer: nn.Linear, least_size: int) -> bool:
     if isinstance(layer, Float8Linear):
         return True
     sizes = (layer.in_features, layer.out_features)
-    return all(size % MULTIPLE == 0 and size >= least_size for size in sizes) and layer.weight.dtype in _DTYPES
+    is_plain = type(layer.weight) is nn.Parameter or isinstance(layer.weight, DTensor)
+    return (
+        is_plain and layer.weight.dtype in DTYPES and all(size % MULTIPLE == 0 and size >= least_size for size in sizes)
+    )
+
+
+def _was_replaced(layer: Any) -> bool:
+    """Whether its class was made for what it was before; a subclass or a parametrization makes another one."""
+    return type(layer) is _in_8_bits(layer.replaces)
 
 
 def _in_8_bits(kind: Any) -> Any:
@@ -136,10 +174,6 @@ def _made_for(kind: Any) -> Any:
     if kind is nn.Linear:
         return Float8Linear
     return type(f"Float8{kind.__name__}", (Float8Linear, kind), {"replaces": kind})
-
-
-def _in_own_dtype(kind: Any) -> Any:
-    return kind.replaces if issubclass(kind, Float8Linear) else kind
 
 
 def _empty(kind: Any) -> Any:

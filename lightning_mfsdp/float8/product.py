@@ -13,14 +13,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.float8.casts import cast, largest_magnitude
 
-__all__ = ["MULTIPLE", "float8_linear"]
+__all__ = ["DTYPES", "MULTIPLE", "float8_linear"]
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of inputs and weights
 MULTIPLE = 16  # of both sizes of a weight: products read 16 bytes at a time
 
 _VALUES, _GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
@@ -38,15 +40,23 @@ def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
         `[..., O]`, in the dtype of `x`.
 
     Raises:
-        ValueError: Sizes that 8-bit products cannot have.
+        ValueError: Sizes or dtypes that 8-bit products cannot have.
     """
-    if weight.shape[0] % MULTIPLE or weight.shape[1] % MULTIPLE:
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and x.dtype in DTYPES:
+        x = x.to(torch.get_autocast_dtype(device))
+    elif x.dtype is not weight.dtype or x.dtype not in DTYPES:
         raise ValueError(
-            f"a product in FP8 with a weight of shape {list(weight.shape)}: expected multiples of {MULTIPLE}, also of the part that a "
-            "tensor axis leaves to a rank; keep the layer in high precision (keep_high_precision)"
+            f"a product in FP8 of an input of {x.dtype} and a weight of {weight.dtype}: expected one dtype for both, of float32, bfloat16 "
+            "and float16, or an input of one of these under autocast"
         )
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    if weight.shape[0] % MULTIPLE or weight.shape[1] % MULTIPLE or weight.dtype not in DTYPES:
+        raise ValueError(
+            f"a product in FP8 with a weight of {weight.dtype} and shape {list(weight.shape)}: expected multiples of {MULTIPLE}, also of "
+            "the part that a tensor axis leaves to a rank, of at most 32 bits; keep the layer in high precision (keep_high_precision)"
+        )
+    if not x.numel():
+        return F.linear(x, weight, bias)
     flat = x.reshape(-1, x.shape[-1])
     output: Tensor = _Float8Product.apply(flat, weight)
     output = output.view(*x.shape[:-1], weight.shape[0])
@@ -63,7 +73,9 @@ class _Float8Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         largest_x, largest_weight = largest_magnitude(x), largest_magnitude(weight)
-        ctx.save_for_backward(x, weight, largest_x, largest_weight)
+        to_x, to_weight = ctx.needs_input_grad
+        ctx.weight_dtype = weight.dtype
+        ctx.save_for_backward(x if to_weight else None, weight if to_x else None, largest_x, largest_weight)
         x_8, _, x_scale = cast(x, largest_x, _VALUES, True, False)
         weight_8, _, weight_scale = cast(weight, largest_weight, _VALUES, True, False)
         return compat.scaled_mm(x_8, weight_8.t(), x_scale, weight_scale, x.dtype)
@@ -77,8 +89,8 @@ class _Float8Product(torch.autograd.Function):
         gradient_x = gradient_weight = None
         if to_x:
             _, weight_8, weight_scale = cast(weight, largest_weight, _VALUES, False, True)
-            gradient_x = compat.scaled_mm(as_is, weight_8.t(), scale, weight_scale, x.dtype)
+            gradient_x = compat.scaled_mm(as_is, weight_8.t(), scale, weight_scale, gradient.dtype)
         if to_weight:
             _, x_8, x_scale = cast(x, largest_x, _VALUES, False, True)
-            gradient_weight = compat.scaled_mm(transposed, x_8.t(), scale, x_scale, weight.dtype)
+            gradient_weight = compat.scaled_mm(transposed, x_8.t(), scale, x_scale, ctx.weight_dtype)
         return gradient_x, gradient_weight

@@ -28,7 +28,7 @@ from lightning_mfsdp._lightning_api import (
     Precision,
 )
 from lightning_mfsdp.base.module_patterns import check_patterns
-from lightning_mfsdp.engine import MixedPrecisionPolicy
+from lightning_mfsdp.engine import MixedPrecisionPolicy, is_sharded
 from lightning_mfsdp.float8 import Float8Linear, replace_linear_layers
 from lightning_mfsdp.options.loss_scaling import agreeing_scaler, unscales_by_itself
 from lightning_mfsdp.options.policy_and_precision import refuse_contradiction, replaced_fields
@@ -49,6 +49,7 @@ PrecisionName = Literal[
 
 _FP8_SCALING = "fp8_scaling"  # in checkpoints
 _FP8_CAPABILITY = (8, 9)
+_FLOAT8_CHOICE = "_mfsdp_float8_choice"  # on a model: what was to keep high precision when its layers were chosen
 _TRUE_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
 _AUTOCAST_DTYPES = {
     "bf16-mixed": torch.bfloat16,
@@ -194,7 +195,12 @@ class ShardedPrecision(FabricPrecision):
     # -- module, inputs and contexts -----------------------------------------------------------------------------------
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """The module unchanged: a strategy calls `cast_module` if nothing is sharded yet."""
+        """The module, which other strategies than this package's have converted here: for "fp8" they replace layers as well.
+
+        This package's call `cast_module` and `prepare_module`.
+        """
+        if self.precision == "fp8":
+            self._choose_float8_layers(module)
         return module
 
     def prepare_module(self, module: nn.Module, mesh: DeviceMesh) -> None:
@@ -210,19 +216,36 @@ class ShardedPrecision(FabricPrecision):
 
     def _choose_float8_layers(self, module: nn.Module) -> None:
         """For "fp8" replace layers; otherwise say if some are there, which compute in FP8 in any precision."""
-        before = [name for name, layer in module.named_modules() if isinstance(layer, Float8Linear)]
-        if self.precision == "fp8":
-            self._check_device_multiplies()
-            chosen = replace_linear_layers(module, keep_high_precision=self.keep_high_precision)
-            if chosen != before:
+        if self.precision != "fp8":
+            found = [name for name, layer in module.named_modules() if isinstance(layer, Float8Linear)]
+            if found:
                 rank_zero_info(
-                    f"FP8: {len(chosen)} linear layers, {', '.join(chosen[:4])}{', ...' if len(chosen) > 4 else ''}"
+                    f"precision={self.precision!r}: {len(found)} linear layers of class Float8Linear compute in FP8 in any precision: "
+                    f"{', '.join(found[:4])}"
                 )
-        elif before:
+            return
+        self._check_device_multiplies()
+        before = vars(module).get(_FLOAT8_CHOICE)
+        if any(is_sharded(part) for part in module.modules()):
+            self._check_float8_choice(module, before)
+            return
+        chosen = replace_linear_layers(module, keep_high_precision=self.keep_high_precision)
+        if before != self.keep_high_precision:
             rank_zero_info(
-                f"precision={self.precision!r}: {len(before)} linear layers of class Float8Linear compute in FP8 in any precision: "
-                f"{', '.join(before[:4])}"
+                f"FP8: {len(chosen)} linear layers, {', '.join(chosen[:4])}{', ...' if len(chosen) > 4 else ''}"
             )
+        vars(module)[_FLOAT8_CHOICE] = self.keep_high_precision
+
+    def _check_float8_choice(self, module: nn.Module, before: tuple[str, ...] | None) -> None:
+        """Of a model that is sharded, where no layer can change."""
+        if before == self.keep_high_precision:
+            return
+        so_far = "without" if before is None else f"with keep_high_precision={list(before)} for"
+        raise ValueError(
+            f'precision "fp8", keep_high_precision={list(self.keep_high_precision)}: {type(module).__name__} was sharded {so_far} FP8, and '
+            "layers cannot change then. Build it again, or call unshard_model(module) first; what configure_model gives to fully_shard it "
+            'gives to replace_linear_layers before, with precision="bf16-mixed"'
+        )
 
     def _check_device_multiplies(self) -> None:
         if self._device_type == "cuda" and torch.cuda.get_device_capability() < _FP8_CAPABILITY:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mfsdp.float8 import Float8Linear, replace_linear_layers
@@ -200,3 +202,92 @@ def test_copies_and_pickles_compute_in_8_bits_as_well():
         other.blocks[0][2].reset_parameters()
         assert (other.blocks[0][2].weight == 0.5).all()
         assert not (model.blocks[0][2].weight == 0.5).any()
+
+
+def test_pickles_leave_out_what_a_linear_layer_leaves_out():
+    class Locked(nn.Linear):
+        def __getstate__(self):
+            return {name: value for name, value in super().__getstate__().items() if name != "lock"}
+
+    model = nn.Sequential(Locked(32, 32), nn.Linear(32, 32))
+    model[0].lock = threading.Lock()
+    replace_linear_layers(model, least_size=16)
+    for layer in model:
+        layer.compile(backend="eager")
+        other = copy.deepcopy(layer)
+        assert type(other) is type(layer)
+        assert torch.equal(other.weight, layer.weight)
+        assert other._compiled_call_impl is None
+
+
+@pytest.mark.parametrize(("to_x", "to_weight"), [(True, True), (True, False), (False, True)])
+def test_a_layer_keeps_what_a_linear_layer_keeps_for_backward_and_two_numbers(to_x, to_weight):
+    x = torch.randn(64, 32, requires_grad=to_x)
+    kept = {}
+    for kind in (nn.Linear, Float8Linear):
+        layer = kind(32, 48, bias=False).requires_grad_(to_weight)
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t.numel()) or t, lambda t: t):
+            output = layer(x)
+        kept[kind] = sum(saved)
+        output.sum().backward()
+        assert (x.grad is not None, layer.weight.grad is not None) == (to_x, to_weight)
+        x.grad = None
+    assert kept[Float8Linear] == kept[nn.Linear] + 2
+
+
+def test_dtypes_that_cannot_be_multiplied_are_refused():
+    layer = Float8Linear(32, 16)
+    for x in (torch.ones(2, 32, dtype=torch.bfloat16), torch.ones(2, 32, dtype=torch.int64)):
+        with pytest.raises(ValueError, match=r"input of torch\.\w+ and a weight of torch\.float32: expected one dtype"):
+            layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(torch.ones(2, 32, dtype=torch.float16)).dtype is torch.bfloat16
+        with pytest.raises(ValueError, match=r"input of torch\.int64"):
+            layer(torch.ones(2, 32, dtype=torch.int64))
+        with pytest.raises(ValueError, match=r"weight of torch\.float64"):
+            layer.double()(torch.ones(2, 32))
+
+
+class My(Float8Linear):
+    """Built in 8 bits by the user."""
+
+
+def test_what_cannot_become_what_it_was_is_refused():
+    for make in (lambda: My(32, 32), lambda: weight_norm(Float8Linear(32, 32))):
+        model = nn.Sequential(make(), nn.Linear(32, 32))
+        kind = type(model[0])
+        assert replace_linear_layers(model, least_size=16) == ["0", "1"]
+        with pytest.raises(
+            ValueError, match=r"keep_high_precision: 0 was built as \w+, or was given a parametrization"
+        ):
+            replace_linear_layers(model, keep_high_precision=["0"], least_size=16)
+        assert type(model[0]) is kind
+
+
+def test_layers_whose_weights_others_read_are_left():
+    model = nn.ModuleList(
+        [
+            nn.Linear(32, 32),
+            weight_norm(nn.Linear(32, 32)),
+            nn.TransformerEncoderLayer(32, 2, 64, batch_first=True),
+            nn.LazyLinear(32),
+            Doubling(32, 32),
+            nn.MultiheadAttention(32, 2),
+        ]
+    )
+    assert replace_linear_layers(model, least_size=16) == ["0"]
+
+
+def test_a_layer_is_kept_by_any_of_its_names():
+    model = Model()
+    model.tail = model.blocks[2][0]
+    model.compiled = torch.compile(model.blocks[1], backend="eager")
+    chosen = replace_linear_layers(model, keep_high_precision=["tail", "compiled.0"], least_size=32)
+    assert chosen == ["blocks.0.0", "blocks.0.2", "blocks.1.2", "blocks.2.2", "head"]
+
+
+@pytest.mark.parametrize("kept", ["head", None, [nn.Linear]])
+def test_patterns_are_a_list_of_names(kept):
+    with pytest.raises(TypeError, match=r"keep_high_precision=.*: expected a list of names"):
+        replace_linear_layers(Model(), keep_high_precision=kept)

@@ -15,7 +15,15 @@ from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_mfsdp import MFSDPPrecision, MFSDPStrategy, Recompute, fully_shard, fully_shard_optimizer, unshard
+from lightning_mfsdp import (
+    MFSDPPrecision,
+    MFSDPStrategy,
+    MixedPrecisionPolicy,
+    Recompute,
+    fully_shard,
+    fully_shard_optimizer,
+    unshard,
+)
 from lightning_mfsdp.fabric import MFSDPFabricPrecision
 from lightning_mfsdp.float8 import Float8Linear, float8_linear, replace_linear_layers
 from tests.helpers.distributed import run_distributed
@@ -157,6 +165,47 @@ def checkpoints_are_those_of_other_precisions(rank: int, world: int, folder: str
 
 def test_a_run_resumes_to_the_bit_and_in_another_precision(tmp_path):
     run_distributed(checkpoints_are_those_of_other_precisions, 2, str(tmp_path))
+
+
+def a_model_is_used_again(rank: int, world: int) -> None:
+    """Also where the engine gives layers a forward that writes gradients, and where layers of parts add their bias after the sum."""
+    direct = MixedPrecisionPolicy(compute_dtype=torch.bfloat16, direct_weight_gradients=True)
+    plan = {"net.*.up": "colwise", "net.*.down": "rowwise"}
+    for kept, options in (("net.2", {"policy": direct}), ("net.*.down", {"tensor": 2, "tensor_plan": plan})):
+        precision, model = MFSDPPrecision("fp8", keep_high_precision=[kept]), Model()
+        strategy = lambda options=options: MFSDPStrategy(units=["Block"], **options)  # noqa: E731
+        fit(model, world, precision, strategy=strategy())
+        kinds = [type(layer) for layer in model.modules()]
+        fit(model, world, precision, strategy=strategy())
+        assert kinds == [type(layer) for layer in model.modules()]
+        with pytest.raises(
+            ValueError, match=r"was sharded with keep_high_precision=\['net.*'\] for FP8, and layers cannot change"
+        ):
+            fit(model, world, MFSDPPrecision("fp8"), strategy=strategy())
+        other = Model()
+        fit(other, world, "bf16-mixed", strategy=strategy())
+        with pytest.raises(ValueError, match="Model was sharded without FP8, and layers cannot change"):
+            fit(other, world, precision, strategy=strategy())
+        with pytest.raises(ValueError, match=r"net\.0\.up is sharded already"):
+            replace_linear_layers(other, least_size=16)
+
+
+def test_a_model_is_used_again_with_the_layers_of_its_first_run():
+    run_distributed(a_model_is_used_again, 2)
+
+
+def other_strategies_compute_in_8_bits(rank: int, world: int) -> None:
+    model, by_hand = Model(), Model(chosen_by_hand=True)
+    fit(model, world, MFSDPPrecision("fp8", keep_high_precision=["net.2"]), strategy="ddp")
+    fit(by_hand, world, "bf16-mixed", strategy="ddp")
+    assert isinstance(model.net[0].up, Float8Linear)
+    assert model.losses == by_hand.losses
+    with pytest.raises(ValueError, match="'nothing' matches no linear layer"):
+        fit(Model(), world, MFSDPPrecision("fp8", keep_high_precision=["nothing"]), strategy="ddp")
+
+
+def test_other_strategies_compute_in_8_bits_as_well():
+    run_distributed(other_strategies_compute_in_8_bits, 2)
 
 
 def tensor_ranks_multiply_parts_in_8_bits(rank: int, world: int) -> None:
