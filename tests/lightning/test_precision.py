@@ -55,7 +55,7 @@ def test_plugins_without_a_counterpart_are_refused_with_the_way_out() -> None:
 
 def test_unknown_names_and_useless_scalers_are_refused() -> None:
     with pytest.raises(ValueError, match="expected one of '32-true'"):
-        MFSDPPrecision("fp8")  # type: ignore[arg-type]
+        MFSDPPrecision("fp4")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="nothing computes in float16"):
         MFSDPPrecision("bf16-mixed", scaler=torch.amp.GradScaler("cpu"))
 
