@@ -6,10 +6,12 @@ import logging
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule
 from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
@@ -24,12 +26,12 @@ from lightning_mfsdp import (
     fully_shard_optimizer,
     unshard,
 )
-from lightning_mfsdp.fabric import MFSDPFabricPrecision
+from lightning_mfsdp.fabric import MFSDPFabricPrecision, MFSDPFabricStrategy
 from lightning_mfsdp.float8 import Float8Linear, float8_linear, replace_linear_layers
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import make_trainer
 
-WIDE = 1024
+WIDE = 64
 
 
 class Block(nn.Module):
@@ -109,7 +111,8 @@ def fit(model: Model, world: int, precision: Any, steps: int = 3, **options: Any
     how = {"plugins": [precision]} if isinstance(precision, MFSDPPrecision) else {"precision": precision}
     strategy = options.pop("strategy", None) or MFSDPStrategy(units=["Block"])
     trainer = make_trainer(tempfile.gettempdir(), world, strategy=strategy, max_steps=steps, max_epochs=9, **how)
-    trainer.fit(model, DataLoader(TensorDataset(rows), batch_size=2), **options)
+    with mock.patch.dict(replace_linear_layers.__kwdefaults__, least_size=16):
+        trainer.fit(model, DataLoader(TensorDataset(rows), batch_size=2), **options)
     return trainer
 
 
@@ -206,6 +209,31 @@ def other_strategies_compute_in_8_bits(rank: int, world: int) -> None:
 
 def test_other_strategies_compute_in_8_bits_as_well():
     run_distributed(other_strategies_compute_in_8_bits, 2)
+
+
+def a_fabric_loop_computes_as_the_trainer(rank: int, world: int) -> None:
+    trained, module = Model(), Model()
+    fit(trained, world, MFSDPPrecision("fp8", keep_high_precision=["net.2"]))
+    strategy, precision = (
+        MFSDPFabricStrategy(units=["Block"]),
+        MFSDPFabricPrecision("fp8", keep_high_precision=["net.2"]),
+    )
+    fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy, plugins=[precision])
+    fabric.launch()
+    module.configure_model()
+    with mock.patch.dict(replace_linear_layers.__kwdefaults__, least_size=16):
+        model, optimizer = fabric.setup(module, module.configure_optimizers())
+    model.mark_forward_method("training_step")
+    rows = torch.randn(2, WIDE, generator=torch.Generator().manual_seed(1))
+    for _ in range(3):
+        fabric.backward(model.training_step([rows], 0))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert module.losses == trained.losses
+
+
+def test_a_fabric_loop_computes_as_the_trainer():
+    run_distributed(a_fabric_loop_computes_as_the_trainer, 2)
 
 
 def tensor_ranks_multiply_parts_in_8_bits(rank: int, world: int) -> None:
