@@ -230,6 +230,53 @@ def recompute_after_validation_and_a_lost_forward(rank, world):
         assert_same_weights(model, plain, f"{reentrant=}")
 
 
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(-1, 1, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale).tanh()
+
+
+class Outer(nn.Module):
+    """Its own weight is used first, so that its gradient comes after what the other module's recomputation leaves."""
+
+    def __init__(self, inner: Inner) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.linspace(0.5, 2, 4))
+        self.inner = [inner]  # a module beside this one
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        first = (self.shift * 2).tanh()
+        return x + first + checkpoint(self.inner[0], z, use_reentrant=True)
+
+
+class Both(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Inner()
+        self.outer = Outer(self.inner)
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        return self.outer(x, z)
+
+
+def a_unit_with_a_gradient_still_to_come_is_not_reduced_by_what_it_recomputes(rank, world):
+    plain, model = Both(), Both()
+    fully_shard([model.inner, model.outer])
+    fully_shard(model)
+    for step in range(3):
+        before = context(model).reductions.started
+        for one in (plain, model):
+            # The call of the outer module ends with the gradient of x, before that of its weight is there.
+            x, z = (torch.full((4,), value + step, requires_grad=True) for value in (1.0, 0.5))
+            one(x, z).square().sum().backward()
+        assert context(model).reductions.started == before + 1
+        for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad)
+
+
 ALL = (
     every_unit_checkpointed_is_bit_equal,
     several_units_in_one_region_are_bit_equal,
@@ -240,6 +287,7 @@ ALL = (
     whole_root_checkpointed,
     checkpoint_within_a_checkpoint,
     recompute_after_validation_and_a_lost_forward,
+    a_unit_with_a_gradient_still_to_come_is_not_reduced_by_what_it_recomputes,
 )
 WORLDS = {1: (recomputing_equals_plain_pytorch,), 2: ALL}
 

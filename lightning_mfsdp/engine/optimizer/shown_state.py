@@ -300,7 +300,6 @@ class ShownState(_States):
 
     def clear(self) -> None:
         """Remove all values from the optimizer's own table, which frees their memory unless a program has kept them."""
-        self.plain.separate_all()
         self.plain.clear()
 
     def copy(self) -> defaultdict[Any, Any]:
