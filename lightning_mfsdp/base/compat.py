@@ -728,9 +728,14 @@ foreach_copy_: _Foreach = torch._foreach_copy_
 foreach_add_: _Foreach = torch._foreach_add_
 
 
-def scaled_mm(left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """`[M, N]` of `[M, K]`, contiguous, and `[K, N]`, whose transpose is, both in 8 bits; scales are 0-D, float32 (`_scaled_mm`)."""
-    return torch._scaled_mm(left, right, scale_a=left_scale, scale_b=right_scale, out_dtype=dtype, use_fast_accum=True)
+def scaled_mm(
+    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype, *, fast: bool = False
+) -> Tensor:
+    """`[M, N]` of `[M, K]`, contiguous, and `[K, N]`, whose transpose is, both in 8 bits; scales are 0-D, float32 (`_scaled_mm`).
+
+    On Hopper `fast` sums keep 14 bits along K; others are added up in float32 every 128 numbers.
+    """
+    return torch._scaled_mm(left, right, scale_a=left_scale, scale_b=right_scale, out_dtype=dtype, use_fast_accum=fast)
 
 
 def foreach_lerp(starts: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> list[Tensor]:

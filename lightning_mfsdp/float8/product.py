@@ -1,7 +1,8 @@
 """The product of a linear layer in 8 bits, forward and backward.
 
 Shapes: T tokens, I input features, O output features. Every matrix has one scale, made from its largest number at the moment. Inputs and
-weights are cast to e4m3, gradients to e5m2. Products sum in float32 and are rounded once, to the dtype that a linear layer's would have.
+weights are cast to e4m3, gradients to e5m2. Results are rounded once, to the dtype that a linear layer's would have. Sums for gradients,
+which are long (T) or go on through all layers, are in float32; those for outputs are fast ones, as in Transformer Engine and torchao.
 
     output     [T, O] = input [T, I] x weight [O, I], along I
     to input   [T, I] = gradient [T, O] x weight, along O: of the transposed weight
@@ -78,7 +79,7 @@ class _Float8Product(torch.autograd.Function):
         ctx.save_for_backward(x if to_weight else None, weight if to_x else None, largest_x, largest_weight)
         x_8, _, x_scale = cast(x, largest_x, _VALUES, True, False)
         weight_8, _, weight_scale = cast(weight, largest_weight, _VALUES, True, False)
-        return compat.scaled_mm(x_8, weight_8.t(), x_scale, weight_scale, x.dtype)
+        return compat.scaled_mm(x_8, weight_8.t(), x_scale, weight_scale, x.dtype, fast=True)
 
     @staticmethod
     @once_differentiable
