@@ -733,9 +733,14 @@ def scaled_mm(
 ) -> Tensor:
     """`[M, N]` of `[M, K]`, contiguous, and `[K, N]`, whose transpose is, both in 8 bits; scales are 0-D, float32 (`_scaled_mm`).
 
-    On Hopper `fast` sums keep 14 bits along K; others are added up in float32 every 128 numbers.
+    On Hopper `fast` sums keep 14 bits along K; others are added up in float32 every 128 numbers. On CPUs autocast would round some
+    products.
     """
-    return torch._scaled_mm(left, right, scale_a=left_scale, scale_b=right_scale, out_dtype=dtype, use_fast_accum=fast)
+    off = torch.autocast("cpu", enabled=False) if left.device.type == "cpu" else nullcontext()
+    with off:
+        return torch._scaled_mm(
+            left, right, scale_a=left_scale, scale_b=right_scale, out_dtype=dtype, use_fast_accum=fast
+        )
 
 
 def foreach_lerp(starts: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> list[Tensor]:

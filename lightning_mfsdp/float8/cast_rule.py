@@ -1,7 +1,7 @@
 """The cast of a matrix to 8 bits in PyTorch, for every device; cast_kernel.py computes the same numbers on GPUs in one pass.
 
-Numbers times the scale reach the largest of the 8-bit format exactly where they are largest, so nothing is clamped. Infinities and NaN
-make the whole cast NaN, as they would make the product.
+Numbers times the scale reach the largest of the 8-bit format exactly where they are largest, so nothing is clamped. An infinity or NaN is
+NaN in the cast, and what undoes the scale is then not finite, so that every number of a product is NaN.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.overrides import handle_torch_function, has_torch_function
 
 from lightning_mfsdp.base import compat
 from lightning_mfsdp.float8.casts import cast, largest_magnitude
@@ -43,6 +44,9 @@ def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     Raises:
         ValueError: Sizes or dtypes that 8-bit products cannot have.
     """
+    if has_torch_function((x, weight)):  # such as a sharded weight, outside of its unit's forward
+        handled: Tensor = handle_torch_function(float8_linear, (x, weight), x, weight, bias)
+        return handled
     device = x.device.type
     if torch.is_autocast_enabled(device) and x.dtype in DTYPES:
         x = x.to(torch.get_autocast_dtype(device))

@@ -115,6 +115,33 @@ def test_a_compiled_layer_computes_the_bits_of_the_layer():
         assert torch.equal(one.grad, other.grad)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_in_an_input_or_a_gradient_is_seen_in_every_result(bad):
+    layer, x = Float8Linear(32, 16), torch.randn(8, 32)
+    x[3, 5] = bad
+    assert layer(x).isnan().all()
+    gradient = torch.ones(8, 16)
+    gradient[2, 1] = bad
+    layer(torch.randn(8, 32)).backward(gradient)
+    assert layer.weight.grad.isnan().all()
+
+
+def test_a_backward_under_autocast_computes_the_bits_of_one_outside():
+    torch.manual_seed(0)
+    layer, x = Float8Linear(64, 32), torch.randn(24, 64)
+    gradients = []
+    for around in (False, True):
+        layer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = layer(x).float().square().mean()
+            if around:
+                loss.backward()
+        if not around:
+            loss.backward()
+        gradients.append(layer.weight.grad)
+    assert torch.equal(*gradients)
+
+
 def test_a_second_derivative_raises():
     x = torch.randn(4, 32, requires_grad=True)
     (gradient,) = torch.autograd.grad(Float8Linear(32, 16)(x).square().sum(), x, create_graph=True)

@@ -81,6 +81,33 @@ def test_sharded_layers_train_to_the_bits_of_replicas():
     run_distributed(trains_as_replicas, 2)
 
 
+def layers_are_called_by_themselves(rank: int, world: int) -> None:
+    """Outside of the forward of their unit, where their weights are sharded."""
+    for trained in (True, False):
+        model, parts = stack(), stack()
+        for each in (model, parts):
+            replace_linear_layers(each, keep_high_precision=["2"], least_size=16)
+            each[1].requires_grad_(trained)
+            for part in (each[0], each[1], each):
+                fully_shard(part)
+        optimizers = [fully_shard_optimizer(torch.optim.SGD(each.parameters(), lr=0.1)) for each in (model, parts)]
+        for step in range(3):
+            x = torch.randn(6, 5, 32, generator=torch.Generator().manual_seed(10 * step + rank))
+            block = parts[1]
+            hidden = parts[0](x)
+            hidden = hidden + block.down(torch.nn.functional.silu(block.up(block.norm(hidden))))
+            losses = [model(x).square().mean(), parts[2](hidden).square().mean()]
+            assert torch.equal(*losses), (trained, step)
+            for loss, optimizer in zip(losses, optimizers, strict=True):
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def test_layers_that_are_called_by_themselves_compute_in_8_bits_as_well():
+    run_distributed(layers_are_called_by_themselves, 2)
+
+
 # -- the Trainer -------------------------------------------------------------------------------------------------------
 
 
