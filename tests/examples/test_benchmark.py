@@ -94,9 +94,9 @@ def test_a_predictor_is_measured_in_fp8_too() -> None:
 def test_a_nudged_curve_is_one_of_the_same_precision() -> None:
     for name in NAMES:
         plain, nudged = (precision_of(each) for each in (name, name + NUDGED))
-        assert (
-            plain.precision == nudged.precision == ("bf16-mixed" if name.startswith("bf16") else "transformer-engine")
-        )
+        expected = "bf16-mixed" if name.startswith("bf16") else "fp8" if name == "fp8" else "transformer-engine"
+        assert plain.precision == nudged.precision == expected
+        assert plain.keep_high_precision == nudged.keep_high_precision
         if plain.fp8 is not None and nudged.fp8 is not None:
             assert plain.fp8.options == nudged.fp8.options
 
