@@ -143,7 +143,6 @@ class ShardedPrecision(FabricPrecision):
         self.fp8: Fp8Compute | None = None
         fp8: dict[str, Any] = {
             "replace_layers": replace_layers,
-            "keep_high_precision": keep_high_precision,
             "overrides": {} if overrides is None else overrides,
             "fp8_weights": fp8_weights,
             "keep_transpose_cache": keep_transpose_cache,
@@ -151,12 +150,13 @@ class ShardedPrecision(FabricPrecision):
             "keep_quantized": keep_quantized,
         }
         if precision == "transformer-engine":
-            self.fp8 = Fp8Compute(Fp8Options(recipe="current" if recipe is None else recipe, **fp8))
+            recipe = "current" if recipe is None else recipe
+            self.fp8 = Fp8Compute(Fp8Options(recipe=recipe, keep_high_precision=keep_high_precision, **fp8))
             self.policy = self.known_as(self.policy)
-        elif recipe is not None or any(value for name, value in fp8.items() if name != "keep_high_precision"):
+        elif recipe is not None or any(fp8.values()):
             raise ValueError(
-                f"{type(self).__name__}({precision!r}): recipe, {', '.join(name for name in fp8 if name != 'keep_high_precision')} are "
-                'about FP8 by Transformer Engine, which this precision does not use. Leave them out, or use "transformer-engine"'
+                f"{type(self).__name__}({precision!r}): recipe, {', '.join(fp8)} are about FP8 by Transformer Engine, which this precision "
+                'does not use. Leave them out, or use "transformer-engine"'
             )
         elif keep_high_precision and precision != "fp8":
             raise ValueError(
