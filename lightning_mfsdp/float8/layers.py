@@ -24,7 +24,11 @@ class Float8Linear(nn.Linear):
     Parameters, state dicts and initialization are those of `nn.Linear`. The output has the dtype of the input, or autocast's.
 
     Args:
-        in_features, out_features, bias, device, dtype: As of `nn.Linear`. Both sizes are multiples of 16.
+        in_features: Size of the last dim of the input, a multiple of 16.
+        out_features: Size of the last dim of the output, a multiple of 16.
+        bias: Whether a bias is added to the output.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters; products compute in 8 bits whatever it is.
 
     Raises:
         ValueError: Sizes that 8-bit products cannot have.
