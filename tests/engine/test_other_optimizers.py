@@ -380,6 +380,23 @@ def forward_sees_what_an_optimizer_writes_to_rows_outside_of_its_step(rank, worl
                     assert not torch.equal(loss_of(model, inputs(1)), before), case
 
 
+def a_backward_refuses_weights_that_an_optimizer_wrote_outside_of_its_step(rank, world):
+    """As plain PyTorch does, also where another forward came in between."""
+    for sharding in in_turn(0, STRATEGIES):
+        for passes in (0, 1):
+            said = None if sharding == "no_shard" or world == 1 else True
+            model = sharded_chain(sharding=sharding)
+            optimizer = fully_shard_optimizer(Restless(model.parameters(), lr=0.1), elementwise=said)
+            loss = loss_of(model, inputs(0, rank))
+            optimizer.halve()
+            for _ in range(passes):
+                loss_of(model, inputs(1, rank))
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+            loss_of(model, inputs(0, rank)).backward()
+            optimizer.step()
+
+
 def halve_in_place(parameter: Tensor) -> None:
     with torch.no_grad():
         parameter.mul_(0.5)
@@ -495,6 +512,7 @@ def what_no_optimizer_wrote_is_not_gathered_again(rank, world):
 
 TWO = (
     forward_sees_what_an_optimizer_writes_to_rows_outside_of_its_step,
+    a_backward_refuses_weights_that_an_optimizer_wrote_outside_of_its_step,
     forward_sees_what_somebody_writes_to_rows_that_an_optimizer_of_torch_holds,
     an_optimizer_that_climbs_first_trains_rows_like_one_process,
     a_closure_finds_weights_that_a_step_wrote_before_it,
@@ -520,6 +538,7 @@ WORLDS = {
     1: (
         on_one_rank_every_optimizer_works_under_every_sharding,
         forward_sees_what_an_optimizer_writes_to_rows_outside_of_its_step,
+        a_backward_refuses_weights_that_an_optimizer_wrote_outside_of_its_step,
         forward_sees_what_somebody_writes_to_rows_that_an_optimizer_of_torch_holds,
     ),
     2: TWO,

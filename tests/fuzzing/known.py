@@ -616,6 +616,19 @@ DEFECTS: tuple[Defect, ...] = (
         ),
     ),
     Defect(
+        "rows",
+        "an older graph of a frozen weight that a hook wrote after the step, in rows",
+        _case(
+            Block(keeps="sum"),
+            frozen=True,
+            before="block",
+            hooks="after step",
+            steps=(Step(freezes="freeze"), Step((Micro("stale", side="exit"),))),
+            optimizer="lars",
+            ranks=1,
+        ),
+    ),
+    Defect(
         "whole and kept",
         "a whole weight that a function keeps, read after a step and before the next forward",
         _case(

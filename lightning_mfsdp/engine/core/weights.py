@@ -192,12 +192,8 @@ class Weights:
 
     def outdate(self, *, by_optimizer: bool) -> None:
         """Note that the main weight was written."""
-        if by_optimizer:
-            self.forget_writes()
-            if self.age < Age.STEPPED:
-                self.age = Age.STEPPED
-        else:
-            self.age = Age.WRITTEN
+        self.forget_writes()
+        self.age = max(self.age, Age.STEPPED if by_optimizer else Age.WRITTEN)
 
     def take_assigned(self) -> None:
         """Copy what was assigned to the `data` of local rows to where the rows belong."""

@@ -34,7 +34,7 @@ class Writes:
         self._watched.update(other._watched)
 
     def watch(self, group: ParameterGroup, *, rows_are_held: bool) -> None:
-        """Local rows of a group may be written without notice, outside of a step: they are checked when a pass begins.
+        """Local rows of a group may be written without notice, outside of a step: they are checked when a pass or a backward begins.
 
         Args:
             group: Of this root.
@@ -44,7 +44,10 @@ class Writes:
         self._watched[reference] = rows_are_held or self._watched.get(reference, False)
 
     def look(self) -> None:
-        """Detect what was written to local rows that are watched."""
+        """Detect what was written to local rows that are watched. Graphs that saved parameters of their groups are out of date.
+
+        Rows of a group have one version counter, so a write to one of them outdates graphs of all.
+        """
         if not self._watched:
             return
         for reference in self._watched:
@@ -59,6 +62,8 @@ class Writes:
         ]
         if written:
             self.weights += 1
+            for group in written:
+                group.weights.versions.outdate(range(len(group.entries)))
             if any(group.weights.age < Age.STEPPED for group in written):
                 self.outdate(groups)  # all of them, since a rank without rows of one may not have written to it
 
