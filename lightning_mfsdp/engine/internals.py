@@ -14,7 +14,7 @@ files change; what only reads through its objects (units, groups, entries) is as
                             chunk_memory, chunks_to_read, items_to_write: a piece as torch.distributed.checkpoint asks for it, which is
                             asked of sharded parameters and of what checkpoints save of them
                             placed_as: rows that were read, as a tensor that can be assigned or gathered
-    optimizers              prepare_state, steps_rows: before state is saved; put_to_rest, empty_at_rest: where restored state belongs
+    optimizers              steps_rows: before state is saved; put_to_rest, empty_at_rest: where restored state belongs
                             gradient_places, clip_finite_: the Trainer's clipping, which leaves gradients that are not finite as they are
     quantized weights       Fragment, WeightCodec: what Transformer Engine's formats implement
                             gradient_memory: for its layers that write gradients themselves
@@ -30,7 +30,7 @@ from lightning_mfsdp.engine.core.piece import Piece
 from lightning_mfsdp.engine.core.saved_piece import chunk_memory, chunks_to_read, items_to_write
 from lightning_mfsdp.engine.features.direct_gradients import gradient_memory
 from lightning_mfsdp.engine.features.offload.offloaded_state import empty_at_rest, put_to_rest
-from lightning_mfsdp.engine.optimizer.adopt import gradient_places, prepare_state, steps_rows
+from lightning_mfsdp.engine.optimizer.adopt import gradient_places, steps_rows
 from lightning_mfsdp.engine.optimizer.norm import clip_finite_
 
 __all__ = [
@@ -57,7 +57,6 @@ __all__ = [
     "other_arguments",
     "placed_as",
     "policy_of",
-    "prepare_state",
     "put_to_rest",
     "role_of",
     "sharded_mesh",

@@ -21,7 +21,7 @@ from lightning_mfsdp.base.containers import leaves_in, map_tensors
 from lightning_mfsdp.checkpoint.io.ranks import Ranks
 from lightning_mfsdp.checkpoint.state.optimizer import is_divided, is_packed
 from lightning_mfsdp.engine import ParameterView
-from lightning_mfsdp.engine.internals import placed_as, prepare_state, view_of
+from lightning_mfsdp.engine.internals import placed_as, view_of
 
 __all__ = ["full_model_state", "full_optimizer_state", "full_state_dict", "with_whole_tensors"]
 
@@ -126,16 +126,13 @@ def full_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any]:
     Raises:
         ValueError: On all ranks; a state tensor of a sharded parameter that has neither its shape nor one value for all ranks.
     """
-    prepare_state(optimizer)
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    views = [view_of(parameter) for parameter in parameters]
-    described = [
-        _described(optimizer.state.get(parameter, {}), view) for parameter, view in zip(parameters, views, strict=True)
-    ]
+    views = [view_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    saved = optimizer.state_dict()
+    described = [_described(saved["state"].get(number, {}), view) for number, view in enumerate(views)]
     layout = _agreed(described)
     state: dict[int, dict[str, Any]] = {}
-    for number, (parameter, view, parts) in enumerate(zip(parameters, views, layout, strict=True)):
-        own = optimizer.state.get(parameter, {})
+    for number, (view, parts) in enumerate(zip(views, layout, strict=True)):
+        own = saved["state"].get(number, {})
         for key, part in parts.items():
             value = own.get(key) if isinstance(part, _OnEveryRank) else part
             if isinstance(part, _RowsOf):
@@ -146,12 +143,10 @@ def full_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any]:
             del value  # as above
     if not keep:
         return {}
-    groups, first = [], 0
-    for group in optimizer.param_groups:
-        count = len(group["params"])
-        options = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in group.items()}
-        groups.append({**options, "params": list(range(first, first + count))})
-        first += count
+    groups = [
+        {key: value.cpu() if isinstance(value, Tensor) else value for key, value in group.items()}
+        for group in saved["param_groups"]
+    ]
     return {"state": state, "param_groups": groups}
 
 

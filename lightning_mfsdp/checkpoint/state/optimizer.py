@@ -19,7 +19,7 @@ from lightning_mfsdp.checkpoint.state.dcp_shard import DcpShard
 from lightning_mfsdp.checkpoint.state.index import ParameterIndex, plain_name
 from lightning_mfsdp.checkpoint.state.on_disk import Reads
 from lightning_mfsdp.engine import ParameterView
-from lightning_mfsdp.engine.internals import empty_at_rest, prepare_state, put_to_rest, steps_rows, view_of
+from lightning_mfsdp.engine.internals import empty_at_rest, put_to_rest, steps_rows, view_of
 
 __all__ = [
     "OptimizerPlan",
@@ -33,23 +33,24 @@ __all__ = [
 
 
 def optimizer_state(index: ParameterIndex, optimizer: Optimizer) -> dict[str, Any]:
-    """State of an optimizer by parameter name, for `save`; tensors share memory with the optimizer's.
+    """State of an optimizer by parameter name, for `save`: what its `state_dict()` has, mostly the optimizer's own memory.
 
     Raises:
         ValueError: A state tensor that is sharded in another way than its parameter, or has another shape than the rows that it is of.
     """
+    names_by_group, of_rows = index.names_by_group(optimizer), steps_rows(optimizer)
+    names = [name for names in names_by_group for name in names]
+    saved = optimizer.state_dict()
     state: dict[str, dict[str, Any]] = {}
-    prepare_state(optimizer)
-    of_rows = steps_rows(optimizer)
-    for parameter, values in optimizer.state.items():
-        name = index.name_of(parameter)
+    for number, values in saved["state"].items():
+        name = names[number]
         view = index.views.get(name)
         state[name] = {
             key: _state_value(f"{name}.{key}", value, view, of_rows=of_rows) for key, value in values.items()
         }
-    groups = []
-    for group, names in zip(optimizer.param_groups, index.names_by_group(optimizer), strict=True):
-        groups.append({**group, "params": names})
+    groups = [
+        {**group, "params": names} for group, names in zip(saved["param_groups"], names_by_group, strict=True)
+    ]
     return {"state": state, "param_groups": groups}
 
 

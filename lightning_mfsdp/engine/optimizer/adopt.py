@@ -45,7 +45,7 @@ from lightning_mfsdp.engine.optimizer.representations import Representations, ho
 from lightning_mfsdp.engine.optimizer.shown_state import ShownState
 from lightning_mfsdp.engine.optimizer.state import refuse_left_behind, show_state, take_state, taken
 
-__all__ = ["ELEMENTWISE_OPTIMIZERS", "adopt_optimizer", "gradient_places", "prepare_state", "steps_rows"]
+__all__ = ["ELEMENTWISE_OPTIMIZERS", "adopt_optimizer", "gradient_places", "steps_rows"]
 
 ELEMENTWISE_OPTIMIZERS: tuple[type[Optimizer], ...] = (
     torch.optim.SGD,
@@ -93,13 +93,6 @@ def gradient_places(optimizer: Optimizer, held: Sequence[Tensor]) -> GradientPla
     """Where the gradients of some of an optimizer's parameters are; for one that was adopted, as it was known in the last step."""
     step = next((hook for hook in compat.step_pre_hooks(optimizer) if isinstance(hook, _ShardedStep)), None)
     return GradientPlaces(held) if step is None else step.gradient_places(held)
-
-
-def prepare_state(optimizer: Optimizer) -> None:
-    """Show the state of an adopted optimizer as `state_dict()` does, for code that reads `optimizer.state`."""
-    for hook in compat.step_pre_hooks(optimizer):
-        if isinstance(hook, _ShardedStep):
-            hook.begin_state(optimizer)
 
 
 class _ShardedStep:
