@@ -1,7 +1,8 @@
-"""AdamW with moments in bfloat16, rounded stochastically: 8 bytes a parameter for main weight and state where torch's takes 12."""
+"""AdamW with moments of 2 bytes or 1, rounded stochastically: 8 or 6 bytes a parameter for main weight and state where torch's takes 12."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any, Literal
@@ -14,11 +15,17 @@ from torch.optim.optimizer import ParamsT
 from lightning_mfsdp.base.kernels import has_triton
 from lightning_mfsdp.engine import ElementwiseOptimizer
 from lightning_mfsdp.optim.adamw_rule import Rule, step_
+from lightning_mfsdp.optim.moment_codes import decoded, encoded
 
 __all__ = ["AdamW", "function_for"]
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_DTYPES = {
+    "bfloat16": dict.fromkeys(_MOMENTS, torch.bfloat16),
+    "float32": dict.fromkeys(_MOMENTS, torch.float32),
+    "8bit": {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8},  # codes: see moment_codes.py
+}
+_REMAINDER = "remainder"
 _WITHOUT = "lightning_mfsdp.optim.AdamW on GPUs takes thirty PyTorch operations a tensor, and more memory"
 # What is in the groups of torch.optim.AdamW as well: programs that compare names (torch.distributed.checkpoint) then take either's state.
 _OF_TORCH: dict[str, Any] = {
@@ -32,7 +39,7 @@ _OF_TORCH: dict[str, Any] = {
 
 
 class AdamW(ElementwiseOptimizer):
-    """`torch.optim.AdamW`, the same rule, with moments that take half the memory.
+    """`torch.optim.AdamW`, the same rule, with moments that take half the memory or a quarter, and weights in bfloat16 that lose no update.
 
     A moment in bfloat16 has 8 bits. One step of `betas[1]=0.999` changes the second moment by a thousandth of it, which is less than the
     last of these bits, so that rounded to the nearest it could grow and never shrink. Here it is rounded up or down at random, with
@@ -42,6 +49,12 @@ class AdamW(ElementwiseOptimizer):
     A step reads weight, gradient and moments once and writes them once, in one Triton kernel on GPUs. It is elementwise: any sharding and
     CPU offload work. State has the names that `torch.optim.AdamW` gives it, so each continues from checkpoints of the other.
 
+    In 8 bits a second moment is a code of its root, and a first one a share of that: no scales of blocks, so each number is rounded by
+    itself here as well. `state` has the codes, `state_dict()` has moments in bfloat16, which have the same codes when they are loaded.
+
+    A weight in bfloat16, of `precision="bf16-true"` for example, loses updates of less than half of its last digit. With
+    `store_param_remainders=True` state has what each lacks of a weight in float32, 2 bytes, and training is that of weights in float32.
+
     Args:
         params: Parameters of real numbers, or parameter groups.
         lr: Learning rate.
@@ -49,11 +62,12 @@ class AdamW(ElementwiseOptimizer):
         eps: Added to the root of the second moment.
         weight_decay: Of the weights, decoupled from the gradient, times `lr`.
         maximize: Ascend.
-        state_dtype: Of the moments: "bfloat16", or "float32", which rounds as `torch.optim.AdamW` does for weights in float32. It is no
-            part of a checkpoint: what is loaded is converted.
+        state_dtype: Of the moments: "bfloat16"; "8bit"; or "float32", which rounds as `torch.optim.AdamW` does for weights in float32. It
+            is no part of a checkpoint: what is loaded is converted.
+        store_param_remainders: Keep what weights in bfloat16 lack of float32, named "remainder". Weights of other dtypes have none.
 
     Raises:
-        ValueError: An option out of its range or not of this optimizer, or a complex parameter.
+        ValueError: An option out of its range or not of this optimizer, a complex parameter, or weights in float64 with moments in 8 bits.
     """
 
     def __init__(
@@ -65,17 +79,19 @@ class AdamW(ElementwiseOptimizer):
         weight_decay: float = 1e-2,
         *,
         maximize: bool = False,
-        state_dtype: Literal["bfloat16", "float32"] = "bfloat16",
+        state_dtype: Literal["bfloat16", "8bit", "float32"] = "bfloat16",
+        store_param_remainders: bool = False,
     ) -> None:
         if state_dtype not in _DTYPES:
-            raise ValueError(f'AdamW: option state_dtype={state_dtype!r}: expected "bfloat16" or "float32"')
-        self.state_dtype = state_dtype
+            raise ValueError(f'AdamW: option state_dtype={state_dtype!r}: expected "bfloat16", "8bit" or "float32"')
+        self.state_dtype, self.store_param_remainders = state_dtype, store_param_remainders
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, {**defaults, **_OF_TORCH})
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickling and copying."""
-        return {**super().__getstate__(), "state_dtype": self.state_dtype}
+        own = {"state_dtype": self.state_dtype, "store_param_remainders": self.store_param_remainders}
+        return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Also the end of `load_state_dict`: moments take this optimizer's dtype."""
@@ -93,9 +109,36 @@ class AdamW(ElementwiseOptimizer):
             values[name] = value.value if isinstance(value, _Kept) else value
         if isinstance(step := values.get("step"), (int, float, Tensor)):
             values["step"] = torch.as_tensor(step, dtype=torch.float32, device="cpu")
-        for name in _MOMENTS:
+        if not self._keeps_remainder(parameter) and values.pop(_REMAINDER, None) is not None:
+            warnings.warn(
+                "AdamW: the state that is loaded has remainders of weights, which are left out, so weights go on from what they are in "
+                "bfloat16; to keep them, have weights in bfloat16 and pass store_param_remainders=True",
+                stacklevel=2,
+            )
+        for name in (*_MOMENTS, _REMAINDER):
             if isinstance(value := values.get(name), Tensor):
-                values[name] = value.to(parameter.device, _DTYPES[self.state_dtype])
+                values[name] = value.to(parameter.device)
+        if self.state_dtype == "8bit":
+            _encode(values)
+        else:
+            values.update(_values(values))
+            for name, dtype in _DTYPES[self.state_dtype].items():
+                if isinstance(value := values.get(name), Tensor):
+                    values[name] = value.to(dtype)
+
+    def _keeps_remainder(self, parameter: Tensor) -> bool:
+        return self.store_param_remainders and parameter.dtype is torch.bfloat16
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """As of any optimizer. Moments of 8 bits are shown by their values in bfloat16, which are made for it."""
+        handle = self.register_state_dict_post_hook(
+            _show_values, prepend=True
+        )  # of what is stepped: hooks may show it otherwise
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the state of this optimizer, or of `torch.optim.AdamW`; moments of any dtype.
@@ -115,7 +158,7 @@ class AdamW(ElementwiseOptimizer):
         Raises:
             ValueError: As the constructor.
         """
-        for name in ("state_dtype", *_OF_TORCH):
+        for name in ("state_dtype", "store_param_remainders", *_OF_TORCH):
             if param_group.get(name) not in (None, False, _OF_TORCH.get(name)):
                 raise ValueError(
                     f"AdamW: option {name}={param_group[name]!r} of a parameter group: expected none of that name; leave it out"
@@ -124,7 +167,7 @@ class AdamW(ElementwiseOptimizer):
         try:
             _check_rule(self.param_groups[-1])
             _check_options(self.param_groups[-1])
-            _check_parameters(self.param_groups[-1])
+            _check_parameters(self.param_groups[-1], self.state_dtype)
         except ValueError:
             self.param_groups.pop()
             raise
@@ -167,14 +210,48 @@ class AdamW(ElementwiseOptimizer):
         values: dict[str, Any] = self.state[parameter]
         if not values:
             values["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
-            for name in _MOMENTS:
-                values[name] = torch.zeros_like(parameter, dtype=_DTYPES[self.state_dtype])
+            for name, dtype in _DTYPES[self.state_dtype].items():
+                values[name] = torch.zeros_like(parameter, dtype=dtype)
+        if _REMAINDER not in values and self._keeps_remainder(parameter):
+            values[_REMAINDER] = torch.zeros_like(parameter, dtype=torch.int16)
         values["step"] += 1
         return values
 
 
+def _show_values(_optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The first hook after a state was collected."""
+    state = {
+        key: {**values, **_values(values)} if isinstance(values, Mapping) else values
+        for key, values in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
+
+
+def _values(values: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Moments by their values in bfloat16; empty where they are no codes."""
+    mean, variance = (values.get(name) for name in _MOMENTS)
+    if not (isinstance(mean, Tensor) and isinstance(variance, Tensor) and mean.dtype is torch.int8):
+        return {}
+    shown = {}
+    for name, one in zip(_MOMENTS, decoded(_local(mean), _local(variance)), strict=True):
+        shown[name] = torch.empty_like(values[name], dtype=torch.bfloat16)
+        _local(shown[name]).copy_(one)
+    return shown
+
+
+def _encode(values: dict[str, Any]) -> None:
+    """Have moments by their codes."""
+    mean, variance = (values.get(name) for name in _MOMENTS)
+    if not (isinstance(mean, Tensor) and isinstance(variance, Tensor) and mean.is_floating_point()):
+        return
+    for name, codes in zip(_MOMENTS, encoded(_local(mean), _local(variance)), strict=True):
+        value = torch.empty_like(values[name], dtype=codes.dtype)
+        _local(value).copy_(codes)
+        values[name] = value
+
+
 class _Kept:
-    """A moment that is loaded. As a tensor it would be given the dtype of its parameter first, and lose what that does not have."""
+    """State that is loaded. As a tensor it would be given the dtype of its parameter first, and lose what that does not have."""
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
@@ -187,7 +264,7 @@ def _check_and_keep(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any
     held = {key for group in state_dict["param_groups"] for key in group["params"]}
 
     def kept(name: str, value: Any) -> Any:
-        return _Kept(value) if name in _MOMENTS and isinstance(value, Tensor) else value
+        return _Kept(value) if name in (*_MOMENTS, _REMAINDER) and isinstance(value, Tensor) else value
 
     state = {
         key: {name: kept(name, value) for name, value in values.items()}
@@ -209,17 +286,16 @@ def _refuse_sparse(parameter: Tensor, gradient: Tensor) -> None:
 def _step(parameter: Tensor, gradient: Tensor, values: Mapping[str, Any], rule: Rule) -> None:
     if isinstance(parameter, DTensor) and isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
-    weight, gradient, mean, variance = (
-        _local(tensor) for tensor in (parameter, gradient, values["exp_avg"], values["exp_avg_sq"])
-    )
-    function_for(weight, gradient, mean, variance)(weight, gradient, mean, variance, rule)
+    state = [_local(values[name]) for name in (*_MOMENTS, _REMAINDER) if name in values]
+    weight, gradient, (mean, variance, *remainder) = _local(parameter), _local(gradient), state
+    function_for(weight, gradient, *state)(weight, gradient, mean, variance, rule, *remainder)
 
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def function_for(weight: Tensor, *others: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor, Rule], None]:
+def function_for(weight: Tensor, *others: Tensor) -> Callable[..., None]:
     """The kernel on GPUs, for tensors without gaps up to 32 bits a number; otherwise `step_`."""
     is_dense = weight.is_contiguous() and all(tensor.is_contiguous() for tensor in others)
     if weight.is_cuda and is_dense and weight.dtype is not torch.float64 and has_triton(_WITHOUT):
@@ -269,8 +345,13 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
-def _check_parameters(group: Mapping[str, Any]) -> None:
+def _check_parameters(group: Mapping[str, Any], state_dtype: str) -> None:
     for parameter in group["params"]:
+        if parameter.dtype is torch.float64 and state_dtype == "8bit":
+            raise ValueError(
+                f"AdamW: a parameter of shape {tuple(parameter.shape)} has dtype torch.float64 and its moments 8 bits: expected weights of "
+                'at most 32 bits; use state_dtype="float32"'
+            )
         if not parameter.is_floating_point():
             raise ValueError(
                 f"AdamW: a parameter of shape {tuple(parameter.shape)} has dtype {parameter.dtype}: expected real floating-point numbers. "

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_mfsdp.optim.adamw_rule import GRADIENT_FACTOR, MIX_1, MIX_2, STEP_FACTOR, Rule
+from lightning_mfsdp.optim.moment_codes import LEAST_EXPONENT, SHARES, STEPS
 
 __all__ = ["step_in_one_pass_"]
 
@@ -20,18 +21,23 @@ _BLOCK, _WARPS = (
 )  # two numbers a thread: from eight on, 16 and 32 bits would be laid out in different ways and exchanged
 _GRADIENT_FACTOR, _STEP_FACTOR = tl.constexpr(GRADIENT_FACTOR), tl.constexpr(STEP_FACTOR)
 _MIX_1, _MIX_2 = tl.constexpr(MIX_1), tl.constexpr(MIX_2)
+_STEPS, _SHARES, _LEAST_EXPONENT = tl.constexpr(STEPS), tl.constexpr(SHARES), tl.constexpr(LEAST_EXPONENT)
 
 
-def step_in_one_pass_(weight: Tensor, gradient: Tensor, mean: Tensor, variance: Tensor, rule: Rule) -> None:
+def step_in_one_pass_(
+    weight: Tensor, gradient: Tensor, mean: Tensor, variance: Tensor, rule: Rule, remainder: Tensor | None = None
+) -> None:
     """`adamw_rule.step_` on a GPU, for contiguous tensors."""
     if not weight.numel():
         return
     with torch.cuda.device(weight.device):
         _step[(triton.cdiv(weight.numel(), _BLOCK),)](
-            *(weight, gradient, mean, variance, weight.numel()),
+            *(weight, gradient, mean, variance, weight if remainder is None else remainder, weight.numel()),
             *(rule.keep, rule.beta1, rule.beta2, rule.rest1, rule.rest2),
             *(rule.step_size, rule.root, rule.eps, rule.sign, rule.step),
             IS_STOCHASTIC=mean.dtype is torch.bfloat16,
+            IS_CODED=mean.dtype is torch.int8,
+            HAS_REMAINDER=remainder is not None,
             BLOCK=_BLOCK,
             num_warps=_WARPS,
             enable_fp_fusion=False,  # a product that is added is rounded first, as in the reference
@@ -44,12 +50,39 @@ def _rounded(value, bits):  # type: ignore[no-untyped-def]
     return tl.where(tl.abs(value) < float("inf"), up, value)
 
 
+@triton.jit
+def _root(code):  # type: ignore[no-untyped-def]
+    exponent = tl.maximum(code - 1, 0) // _STEPS
+    digits = (code - 1 - exponent * _STEPS + _STEPS).to(tl.float32) * (1 / _STEPS)
+    power = ((exponent + (_LEAST_EXPONENT + 127)) << 23).to(tl.float32, bitcast=True)
+    return tl.where(code > 0, digits * power, 0.0)
+
+
+@triton.jit
+def _encoded(mean, variance, root, bits):  # type: ignore[no-untyped-def]
+    of_root = root.to(tl.int32, bitcast=True)
+    exponent = (of_root >> 23) - (_LEAST_EXPONENT + 127)
+    code = tl.where(exponent >= 0, exponent * _STEPS + (((of_root & 0x7FFFFF) * _STEPS) >> 23) + 1, 0)
+    code = tl.minimum(code, 255)
+    low, high = _root(code), _root(code + 1)
+    low, high = low * low, high * high
+    is_next = ((bits >> 16).to(tl.float32) + 0.5) * (high - low) < (variance - low) * 65536
+    parts = tl.where(root > 0, tl.div_rn(tl.abs(mean), tl.where(root > 0, root, 1.0)) * _SHARES, 0.0)
+    parts = tl.where(parts < 16384, parts, 16384.0)
+    share = tl.sqrt_rn(parts).to(tl.int32)
+    rest = (parts - (share * share).to(tl.float32)) * 65536
+    share += (((bits & 0xFFFF).to(tl.float32) + 0.5) * (2 * share + 1).to(tl.float32) < rest).to(tl.int32)
+    share = tl.minimum(share, 127)
+    return tl.where(mean < 0, -share, share), tl.minimum(code + is_next.to(tl.int32), 255)
+
+
 @triton.jit(do_not_specialize=["numel", "step"])  # type: ignore[untyped-decorator]
 def _step(  # type: ignore[no-untyped-def]
     weights,
     gradients,
     means,
     variances,
+    remainders,
     numel,
     keep,
     beta1,
@@ -62,23 +95,49 @@ def _step(  # type: ignore[no-untyped-def]
     sign,
     step,
     IS_STOCHASTIC: tl.constexpr,  # noqa: N803
+    IS_CODED: tl.constexpr,  # noqa: N803
+    HAS_REMAINDER: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
-    old = tl.load(weights + at, mask=inside).to(tl.float32)
+    old = tl.load(weights + at, mask=inside)
+    if HAS_REMAINDER:
+        high = old.to(tl.int16, bitcast=True).to(tl.int32)
+        low = tl.load(remainders + at, mask=inside).to(tl.int32)
+        low = tl.where(((high & 0x7FFF) == 0) & (low < 0), 0, low)
+        old = ((high << 16) + low).to(tl.float32, bitcast=True)
+    else:
+        old = old.to(tl.float32)
     grad = tl.load(gradients + at, mask=inside).to(tl.float32) * sign + 0.0
-    first = tl.load(means + at, mask=inside).to(tl.float32) * beta1 + grad * rest1
-    second = tl.load(variances + at, mask=inside).to(tl.float32) * beta2 + grad * rest2 * grad
-    denominator = tl.div_rn(tl.sqrt_rn(second), root) + eps
+    first, second = tl.load(means + at, mask=inside), tl.load(variances + at, mask=inside)
+    if IS_CODED:
+        share, root_before = first.to(tl.int32), _root(second.to(tl.int32))
+        first = (share * tl.abs(share)).to(tl.float32) * (1 / _SHARES) * root_before
+        second = root_before * root_before
+    first = first.to(tl.float32) * beta1 + grad * rest1
+    second = second.to(tl.float32) * beta2 + grad * rest2 * grad
+    root_after = tl.sqrt_rn(second)
+    denominator = tl.div_rn(root_after, root) + eps
     new = old * keep - tl.div_rn(first * step_size, denominator)
-    tl.store(weights + at, new.to(weights.dtype.element_ty), mask=inside)
-    if IS_STOCHASTIC:
+    if HAS_REMAINDER:
+        is_finite = tl.abs(new) < float("inf")
+        of_new = new.to(tl.int32, bitcast=True)
+        high = (of_new + 0x8000) >> 16
+        rounded = high.to(tl.int16).to(tl.bfloat16, bitcast=True)
+        tl.store(weights + at, tl.where(is_finite, rounded, new.to(tl.bfloat16)), mask=inside)
+        tl.store(remainders + at, tl.where(is_finite, of_new - (high << 16), 0).to(tl.int16), mask=inside)
+    else:
+        tl.store(weights + at, new.to(weights.dtype.element_ty), mask=inside)
+    if IS_STOCHASTIC or IS_CODED:
         bits = old.to(tl.uint32, bitcast=True) ^ (grad.to(tl.uint32, bitcast=True) * _GRADIENT_FACTOR)
         bits += step.to(tl.uint32) * _STEP_FACTOR
         bits = (bits ^ (bits >> 16)) * _MIX_1
         bits = (bits ^ (bits >> 13)) * _MIX_2
         bits = bits ^ (bits >> 16)
+    if IS_CODED:
+        first, second = _encoded(first, second, root_after, bits)
+    elif IS_STOCHASTIC:
         first, second = _rounded(first, bits & 0xFFFF), _rounded(second, bits >> 16)
     tl.store(means + at, first.to(means.dtype.element_ty), mask=inside)
     tl.store(variances + at, second.to(variances.dtype.element_ty), mask=inside)

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-__all__ = ["GRADIENT_FACTOR", "MIX_1", "MIX_2", "STEP_FACTOR", "Rule", "step_"]
+from lightning_mfsdp.optim.moment_codes import decoded, encoded_at_random
+
+__all__ = ["GRADIENT_FACTOR", "MIX_1", "MIX_2", "STEP_FACTOR", "Rule", "divided", "joined", "step_"]
 
 # An integer's bits are mixed as in MurmurHash3 (Appleby, 2011), where each bit of the result depends on each bit of what goes in.
 GRADIENT_FACTOR, STEP_FACTOR = 0x9E3779B1, 0x7FEB352D
@@ -65,41 +67,76 @@ class Rule:
         )
 
 
-def step_(weight: Tensor, gradient: Tensor, mean: Tensor, variance: Tensor, rule: Rule) -> None:
+def step_(
+    weight: Tensor, gradient: Tensor, mean: Tensor, variance: Tensor, rule: Rule, remainder: Tensor | None = None
+) -> None:
     """Update a weight and its moments in place.
 
     Args:
         weight: Of any shape and floating-point dtype; what is computed is in float32, in float64 for float64.
         gradient: Of the same shape.
-        mean: The first moment. In bfloat16 it is rounded stochastically.
-        variance: The second one, likewise.
+        mean: The first moment. In bfloat16 it is rounded stochastically, in int8 it is a code.
+        variance: The second one, likewise; its codes are in uint8. See moment_codes.py.
         rule: The step's numbers.
+        remainder: What a weight in bfloat16 lacks of one in float32, int16; it is updated as well.
     """
     if has_torch_function((weight,)):  # an estimate of memory has no numbers
-        handle_torch_function(step_, (weight,), weight, gradient, mean, variance, rule)
+        handle_torch_function(step_, (weight,), weight, gradient, mean, variance, rule, remainder)
         return
-    if not all(tensor.is_contiguous() for tensor in (weight, gradient, mean, variance)):
-        _step(weight, gradient, mean, variance, rule)
+    tensors = [weight, gradient, mean, variance, *([] if remainder is None else [remainder])]
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        _step(rule, *tensors)
         return
-    parts = (tensor.view(-1).split(_CHUNK) for tensor in (weight, gradient, mean, variance))
-    for some_weights, their_gradients, means, variances in zip(*parts, strict=True):
-        _step(some_weights, their_gradients, means, variances, rule)
+    for parts in zip(*(tensor.view(-1).split(_CHUNK) for tensor in tensors), strict=True):
+        _step(rule, *parts)
 
 
-def _step(weight: Tensor, gradient: Tensor, mean: Tensor, variance: Tensor, rule: Rule) -> None:
+def _step(
+    rule: Rule, weight: Tensor, gradient: Tensor, mean: Tensor, variance: Tensor, remainder: Tensor | None = None
+) -> None:
     wide = torch.float64 if weight.dtype is torch.float64 else torch.float32
-    old, grad = weight.to(wide), gradient.to(wide) * rule.sign + 0.0  # -0.0 has the bits of 0.0 then
-    first = mean.to(wide) * rule.beta1 + grad * rule.rest1
-    second = variance.to(wide) * rule.beta2 + grad * rule.rest2 * grad
+    old = weight.to(wide) if remainder is None else joined(weight, remainder)
+    grad = gradient.to(wide) * rule.sign + 0.0  # -0.0 has the bits of 0.0 then
+    is_coded = mean.dtype is torch.int8
+    first, second = decoded(mean, variance) if is_coded else (mean, variance)
+    first = first.to(wide) * rule.beta1 + grad * rule.rest1
+    second = second.to(wide) * rule.beta2 + grad * rule.rest2 * grad
     root = second.double().sqrt().to(wide)  # MKL's of float32 is off by a bit now and then
     denominator = root / rule.root + rule.eps
     new = old * rule.keep - first * rule.step_size / denominator
-    if mean.dtype is torch.bfloat16:
+    if is_coded:
+        first, second = encoded_at_random(
+            first.float(), second.float(), root.float(), _random_bits(old, grad, rule.step)
+        )
+    elif mean.dtype is torch.bfloat16:
         bits = _random_bits(old, grad, rule.step)
         first, second = _rounded(first, bits & 0xFFFF), _rounded(second, (bits >> 16) & 0xFFFF)
-    weight.copy_(new)
+    if remainder is None:
+        weight.copy_(new)
+    else:
+        for tensor, part in zip((weight, remainder), divided(new), strict=True):
+            tensor.copy_(part)
     mean.copy_(first)
     variance.copy_(second)
+
+
+def joined(weight: Tensor, remainder: Tensor) -> Tensor:
+    """The float32 that a weight in bfloat16 was rounded from.
+
+    One that a program has written since has the remainder of the old one, which is less than half of its last digit.
+    """
+    high, low = weight.view(torch.int16).int(), remainder.int()
+    low = torch.where((high & 0x7FFF == 0) & (low < 0), 0, low)  # of no zero; as bits it would be the largest NaN
+    return ((high << 16) + low).view(torch.float32)
+
+
+def divided(value: Tensor) -> tuple[Tensor, Tensor]:
+    """A float32 as the nearest bfloat16, of two the one that is further from zero, and the difference of their bits in int16."""
+    bits = value.view(torch.int32)
+    high = (bits + 0x8000) >> 16
+    is_finite = value.isfinite()
+    weight = torch.where(is_finite, high.to(torch.int16).view(torch.bfloat16), value.bfloat16())
+    return weight, torch.where(is_finite, bits - (high << 16), 0).to(torch.int16)
 
 
 def _random_bits(weight: Tensor, gradient: Tensor, step: int) -> Tensor:

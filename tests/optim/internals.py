@@ -4,9 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_mfsdp.optim.adamw import function_for
-from lightning_mfsdp.optim.adamw_rule import GRADIENT_FACTOR, MIX_1, MIX_2, STEP_FACTOR, Rule, step_
+from lightning_mfsdp.optim.adamw_rule import GRADIENT_FACTOR, MIX_1, MIX_2, STEP_FACTOR, Rule, divided, joined, step_
 from lightning_mfsdp.optim.adamw_rule import _random_bits as random_bits
 from lightning_mfsdp.optim.adamw_rule import _rounded as rounded
+from lightning_mfsdp.optim.moment_codes import decoded, encoded, encoded_at_random
 
 __all__ = [
     "GRADIENT_FACTOR",
@@ -14,7 +15,12 @@ __all__ = [
     "MIX_2",
     "STEP_FACTOR",
     "Rule",
+    "decoded",
+    "divided",
+    "encoded",
+    "encoded_at_random",
     "function_for",
+    "joined",
     "kernel",
     "random_bits",
     "rounded",

@@ -7,6 +7,7 @@ import pickle
 import shutil
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -31,6 +32,8 @@ from tests.optim.internals import (
     MIX_2,
     STEP_FACTOR,
     Rule,
+    decoded,
+    encoded,
     random_bits,
     rounded,
     step_,
@@ -40,6 +43,8 @@ from tests.optim.linear import linear_loss
 # Rows that no number of ranks divides, fewer rows than ranks, a single number, no columns to speak of.
 SHAPES = ((7, 3), (2, 9), (1, 1), (16, 5), (33,), (6, 6))
 EXACT = MixedPrecisionPolicy(grad_reduce="sum")
+NARROW = MixedPrecisionPolicy(main_params_dtype=None, grad_reduce="sum")
+LEAN = {"state_dtype": "8bit", "store_param_remainders": True}  # with weights in bfloat16
 MOMENTS = ("exp_avg", "exp_avg_sq")
 LAST_32_BITS = 0xFFFFFFFF
 
@@ -223,9 +228,9 @@ class Model(nn.Module):
         return loss + self.second(step + 50) if step % 2 == 0 else loss
 
 
-def made(**options: Any) -> Model:
-    model = Model()
-    options.setdefault("policy", EXACT)
+def made(dtype: torch.dtype = torch.float32, **options: Any) -> Model:
+    model = Model().to(dtype)
+    options.setdefault("policy", EXACT if dtype is torch.float32 else NARROW)
     for unit in (model.first, model.second):
         fully_shard(unit, **options)
     return fully_shard(model, **options)
@@ -242,9 +247,11 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, fact
         optimizer.zero_grad()
 
 
-def reference(world: int, steps: int, **options: Any) -> tuple[dict[str, Tensor], dict[int, dict[str, Tensor]]]:
+def reference(
+    world: int, steps: int, dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[dict[str, Tensor], dict[int, dict[str, Tensor]]]:
     """Weights by name and moments by number of one process."""
-    model = Model()
+    model = Model().to(dtype)
     optimizer = AdamW(groups(model), lr=0.05, **options)
     train(model, optimizer, range(steps), world)
     state = optimizer.state_dict()["state"]
@@ -265,11 +272,15 @@ def assert_equal(model: Model, optimizer: torch.optim.Optimizer, expected: Any, 
 def it_trains_as_one_process_to_the_bit_under_every_sharding(rank, world):
     """Also joined with its neighbors, with moments that follow to another sharding, and those of float32."""
     for sharding in in_turn(world, STRATEGIES):
-        for dtype in ("bfloat16", "float32"):
+        for dtype in ("bfloat16", "8bit", "float32"):
             model = made(sharding=sharding)
             optimizer = fully_shard_optimizer(AdamW(groups(model), lr=0.05, state_dtype=dtype))
             train(model, optimizer, range(4))
             assert_equal(model, optimizer, reference(world, 4, state_dtype=dtype), f"{sharding} {dtype}")
+        model = made(torch.bfloat16, sharding=sharding)
+        optimizer = fully_shard_optimizer(AdamW(groups(model), lr=0.05, **LEAN))
+        train(model, optimizer, range(4))
+        assert_equal(model, optimizer, reference(world, 4, torch.bfloat16, **LEAN), f"{sharding} lean")
 
 
 def rows_of_neighbors_are_stepped_together(rank, world):
@@ -293,33 +304,40 @@ def rows_of_neighbors_are_stepped_together(rank, world):
 
 
 def with_offload_it_comes_to_the_same(rank, world):
-    model = made(offload="optimizer")
-    optimizer = fully_shard_optimizer(AdamW(groups(model), lr=0.05))
-    train(model, optimizer, range(3))
-    assert_equal(model, optimizer, reference(world, 3), "offload")
+    for dtype, options in ((torch.float32, {}), (torch.float32, {"state_dtype": "8bit"}), (torch.bfloat16, LEAN)):
+        model = made(dtype, offload="optimizer")
+        optimizer = fully_shard_optimizer(AdamW(groups(model), lr=0.05, **options))
+        train(model, optimizer, range(3))
+        assert_equal(model, optimizer, reference(world, 3, dtype, **options), f"offload {options}")
 
 
 def a_state_follows_to_other_dtypes_and_optimizers(rank, world):
-    """Into float32 to the bit; from float32 to the nearest; into torch's own and back."""
-    model = made()
-    optimizer = fully_shard_optimizer(AdamW(groups(model), lr=0.05))
-    train(model, optimizer, range(2))
-    saved = copy.deepcopy(optimizer.state_dict())
-    wanted = full_optimizer_state(optimizer, keep=True)["state"]
-    for kind in ("float32", "torch", "bfloat16"):
-        other = made(sharding="optim")
-        held = groups(other)
-        theirs = torch.optim.AdamW(held) if kind == "torch" else AdamW(held, state_dtype=kind)
-        fully_shard_optimizer(theirs)
-        theirs.load_state_dict(copy.deepcopy(saved))
-        for name, values in full_optimizer_state(theirs, keep=True)["state"].items():
-            for key in MOMENTS:
-                assert values[key].dtype is (torch.bfloat16 if kind == "bfloat16" else torch.float32), kind
-                assert torch.equal(values[key].float(), wanted[name][key].float()), f"{kind} {name} {key}"
-        again = fully_shard_optimizer(AdamW(groups(other)))
-        again.load_state_dict(theirs.state_dict())
-        for name, values in full_optimizer_state(again, keep=True)["state"].items():
-            assert all(torch.equal(values[key], wanted[name][key]) for key in MOMENTS), f"back from {kind}: {name}"
+    """Into float32 to the bit; from float32 to the nearest; into torch's own and back. 8 bits are shown in bfloat16."""
+    for first, kinds in (
+        ("bfloat16", ("float32", "torch", "bfloat16")),
+        ("8bit", ("float32", "torch", "bfloat16", "8bit")),
+    ):
+        model = made()
+        optimizer = fully_shard_optimizer(AdamW(groups(model), lr=0.05, state_dtype=first))
+        train(model, optimizer, range(2))
+        saved = copy.deepcopy(optimizer.state_dict())
+        wanted = full_optimizer_state(optimizer, keep=True)["state"]
+        for kind in kinds:
+            other = made(sharding="optim")
+            held = groups(other)
+            theirs = torch.optim.AdamW(held) if kind == "torch" else AdamW(held, state_dtype=kind)
+            fully_shard_optimizer(theirs)
+            theirs.load_state_dict(copy.deepcopy(saved))
+            for name, values in full_optimizer_state(theirs, keep=True)["state"].items():
+                for key in MOMENTS:
+                    shown = torch.float32 if kind in ("float32", "torch") else torch.bfloat16
+                    assert values[key].dtype is shown, (first, kind)
+                    assert torch.equal(values[key].float(), wanted[name][key].float()), f"{first} {kind} {name} {key}"
+            again = fully_shard_optimizer(AdamW(groups(other), state_dtype=first))
+            again.load_state_dict(theirs.state_dict())
+            for name, values in full_optimizer_state(again, keep=True)["state"].items():
+                same = all(torch.equal(values[key], wanted[name][key]) for key in MOMENTS)
+                assert same, f"back from {kind} to {first}: {name}"
 
 
 def state_from_before_sharding_moves_over(rank, world):
@@ -340,20 +358,23 @@ def a_directory_goes_on_on_another_mesh_to_the_bit(rank, world):
     dist.broadcast_object_list(shared)
     two_by_two = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
     meshes = ({}, {"mesh": two_by_two, "outer_sharding": "optim"}, {"sharding": "no_shard"})
-    for number, options in enumerate(meshes):
-        model = made(**options)
-        optimizer = fully_shard_optimizer(AdamW(groups(model), lr=0.05 if number == 0 else 9.0))
-        if number:
-            path = locate(f"{shared[0]}/{number - 1}.ckpt")
-            lightning_io.load(path, model, [optimizer], strict=True, weights_only=True)
-        assert_equal(model, optimizer, reference(world, number), options) if number else None
-        train(model, optimizer, range(number, number + 1))
-        assert_equal(model, optimizer, reference(world, number + 1), options)
-        index = ParameterIndex(model)
-        states = [lightning_io.optimizer_state(index, optimizer)]
-        content = {"state_dict": model.state_dict(), "optimizer_states": states, "global_step": number}
-        saved = lightning_io.ShardedContent.of(index, content, Ranks())
-        lightning_io.save(locate(f"{shared[0]}/{number}.ckpt"), saved, ranks=Ranks())
+    kinds = ((torch.float32, {}), (torch.float32, {"state_dtype": "8bit"}), (torch.bfloat16, LEAN))
+    for kind, (dtype, own) in enumerate(kinds):
+        for number, options in enumerate(meshes):
+            case = f"{options} {own}"
+            model = made(dtype, **options)
+            optimizer = fully_shard_optimizer(AdamW(groups(model), lr=0.05 if number == 0 else 9.0, **own))
+            if number:
+                path = locate(f"{shared[0]}/{kind}-{number - 1}.ckpt")
+                lightning_io.load(path, model, [optimizer], strict=True, weights_only=True)
+                assert_equal(model, optimizer, reference(world, number, dtype, **own), case)
+            train(model, optimizer, range(number, number + 1))
+            assert_equal(model, optimizer, reference(world, number + 1, dtype, **own), case)
+            index = ParameterIndex(model)
+            states = [lightning_io.optimizer_state(index, optimizer)]
+            content = {"state_dict": model.state_dict(), "optimizer_states": states, "global_step": number}
+            saved = lightning_io.ShardedContent.of(index, content, Ranks())
+            lightning_io.save(locate(f"{shared[0]}/{kind}-{number}.ckpt"), saved, ranks=Ranks())
     dist.barrier()
     if rank == 0:
         shutil.rmtree(shared[0])
@@ -386,18 +407,20 @@ def a_class_derived_from_it_has_whole_tensors(rank, world):
 
 
 def elementwise_false_steps_uneven_rows(rank, world):
-    model = made()
-    optimizer = fully_shard_optimizer(AdamW(groups(model), lr=0.05), elementwise=False)
-    train(model, optimizer, range(3))
-    assert_equal(model, optimizer, reference(world, 3), "elementwise=False")
+    for dtype, options in ((torch.float32, {}), (torch.bfloat16, LEAN)):
+        model = made(dtype)
+        optimizer = fully_shard_optimizer(AdamW(groups(model), lr=0.05, **options), elementwise=False)
+        train(model, optimizer, range(3))
+        assert_equal(model, optimizer, reference(world, 3, dtype, **options), f"elementwise=False {options}")
 
 
 def its_state_and_torchs_are_each_others_in_pytorchs_own_checkpoints(rank, world):
     """`torch.distributed.checkpoint` compares the names of what is saved with those of what is there."""
     shared: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
     dist.broadcast_object_list(shared)
-    kinds = {"ours": AdamW, "torch": torch.optim.AdamW}
-    for flat, (first, second) in product((False, True), (("ours", "torch"), ("torch", "ours"))):
+    kinds = {"ours": AdamW, "8bit": partial(AdamW, state_dtype="8bit"), "torch": torch.optim.AdamW}
+    pairs = (("ours", "torch"), ("torch", "ours"), ("8bit", "torch"), ("8bit", "8bit"), ("torch", "8bit"))
+    for flat, (first, second) in product((False, True), pairs):
         options = StateDictOptions(flatten_optimizer_state_dict=flat)
         before, after = made(), made(sharding="optim")
         saved = fully_shard_optimizer(kinds[first](groups(before), lr=0.05))
@@ -411,7 +434,12 @@ def its_state_and_torchs_are_each_others_in_pytorchs_own_checkpoints(rank, world
         found, wanted = (full_optimizer_state(one, keep=True)["state"] for one in (loaded, saved))
         for number, values in wanted.items():
             for name in MOMENTS:
-                assert torch.equal(found[number][name], values[name].to(found[number][name].dtype)), (flat, first, name)
+                if (first, second) == ("torch", "8bit"):
+                    expected = encoded(*(values[moment].bfloat16() for moment in MOMENTS))  # what is shown to be loaded
+                    wanted_here = decoded(*expected)[MOMENTS.index(name)].bfloat16()
+                else:
+                    wanted_here = values[name].to(found[number][name].dtype)
+                assert torch.equal(found[number][name], wanted_here), (flat, first, second, name)
     whole = StateDictOptions(full_state_dict=True)
     for first, second in (("ours", "torch"), ("torch", "ours")):
         before, after = made(), made(sharding="optim")
@@ -619,7 +647,7 @@ def message_of(function: Callable[[], Any]) -> str:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"state_dtype": "8bit"}, 'AdamW: option state_dtype=\'8bit\': expected "bfloat16" or "float32"'),
+        ({"state_dtype": "int8"}, 'AdamW: option state_dtype=\'int8\': expected "bfloat16", "8bit" or "float32"'),
         ({"lr": -1.0}, "AdamW: option lr=-1.0: expected a number of at least 0"),
         ({"betas": (0.9, 1.0)}, "AdamW: option betas=(0.9, 1.0): expected two numbers from 0 to below 1"),
         ({"betas": (0.9,)}, "AdamW: option betas=(0.9,): expected two numbers"),
@@ -644,7 +672,10 @@ def test_what_it_cannot_step_is_refused():
     assert "the gradient of a parameter of shape (4, 2) is sparse" in message_of(optimizer.step)
     assert not optimizer.state
     before = AdamW([nn.Parameter(torch.ones(2))])
-    for option, value in (("state_dtype", "float32"), ("fused", True), ("capturable", True), ("amsgrad", True)):
+    wide = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    assert "has dtype torch.float64 and its moments 8 bits" in message_of(lambda: AdamW([wide], state_dtype="8bit"))
+    refused = (("state_dtype", "float32"), ("store_param_remainders", True), ("fused", True))
+    for option, value in (*refused, ("capturable", True), ("amsgrad", True)):
         group = {"params": [nn.Parameter(torch.ones(1))], option: value}
         assert f"option {option}={value!r} of a parameter group" in message_of(lambda group=group: AdamW([group]))
     before.param_groups[0]["capturable"] = True  # as `capture_step` does

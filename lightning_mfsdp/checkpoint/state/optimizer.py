@@ -48,9 +48,7 @@ def optimizer_state(index: ParameterIndex, optimizer: Optimizer) -> dict[str, An
         state[name] = {
             key: _state_value(f"{name}.{key}", value, view, of_rows=of_rows) for key, value in values.items()
         }
-    groups = [
-        {**group, "params": names} for group, names in zip(saved["param_groups"], names_by_group, strict=True)
-    ]
+    groups = [{**group, "params": names} for group, names in zip(saved["param_groups"], names_by_group, strict=True)]
     return {"state": state, "param_groups": groups}
 
 
