@@ -35,7 +35,7 @@ class LightningDecoder(LightningModule):
         meta: Build on the meta device, without memory; the strategy then fills in the weights as it shards them.
         multi_token: How tokens after the next one are predicted too; None: they are not.
         betas: Of AdamW.
-        moments: Dtype of AdamW's moments.
+        moments: Dtype of AdamW's moments. Other than in float32, weights of "bf16-true" also keep what they lack of float32.
 
     Raises:
         ValueError: There is no preset of that name.
@@ -51,7 +51,7 @@ class LightningDecoder(LightningModule):
         meta: bool = False,
         multi_token: MultiTokenOptions | None = None,
         betas: tuple[float, float] = (0.9, 0.95),
-        moments: Literal["float32", "bfloat16"] = "float32",
+        moments: Literal["float32", "bfloat16", "8bit"] = "float32",
     ) -> None:
         super().__init__()
         if isinstance(config, str) and config not in PRESETS:
@@ -121,7 +121,9 @@ class LightningDecoder(LightningModule):
         # Under loss scaling a fused optimizer removes the scale inside its step, too late for clipping.
         fused = not str(self.trainer.precision).startswith("16")
         optimizer: torch.optim.Optimizer = (
-            torch.optim.AdamW(groups, **options, fused=fused) if self.moments == "float32" else AdamW(groups, **options)
+            torch.optim.AdamW(groups, **options, fused=fused)
+            if self.moments == "float32"
+            else AdamW(groups, **options, state_dtype=self.moments, store_param_remainders=True)
         )
         total = self.total_steps or int(self.trainer.estimated_stepping_batches)
 

@@ -105,7 +105,9 @@ def run(
     parser.add_argument(
         "--recipe", choices=["current", "block", "delayed"], default="current", help="of engines that compute in FP8"
     )
-    parser.add_argument("--state-dtype", choices=["float32", "bfloat16"], default="float32", help="of AdamW's moments")
+    parser.add_argument(
+        "--state-dtype", choices=["float32", "bfloat16", "8bit"], default="float32", help="of AdamW's moments"
+    )
     parser.add_argument(
         "--float8",
         choices=["own", "tensorwise", "rowwise", "rowwise_with_gw_hp"],

@@ -54,7 +54,7 @@ class Options:
     clip: float = 0.0
     seed: int = 0
     recipe: str = "current"
-    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    state_dtype: Literal["float32", "bfloat16", "8bit"] = "float32"
     float8: str = ""
 
     @property
@@ -112,10 +112,12 @@ def build(options: Options, device: torch.device, dtype: torch.dtype = torch.flo
 
 def adamw(parameters: Any, options: Options | None = None) -> torch.optim.Optimizer:
     """The optimizer of every engine; without warm-up a higher rate makes the 8B model's losses chaotic, which compares nothing."""
-    if options is not None and options.state_dtype == "bfloat16":
+    if options is not None and options.state_dtype != "float32":
         from lightning_mfsdp.optim import AdamW
 
-        return AdamW(parameters, lr=1e-5, weight_decay=0.1)
+        return AdamW(
+            parameters, lr=1e-5, weight_decay=0.1, state_dtype=options.state_dtype, store_param_remainders=True
+        )
     return torch.optim.AdamW(parameters, lr=1e-5, weight_decay=0.1, fused=True)
 
 

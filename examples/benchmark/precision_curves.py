@@ -6,7 +6,8 @@ Trains through Trainer once for each precision. Two more runs in bfloat16, with 
 how far apart curves are that differ by chance. So does `-nudged` at the end of any name: the same run with a learning rate that is larger
 by one millionth. A difference between precisions counts for something where it is larger than that between runs and nudged ones.
 "fp8" is this package's own, and others that begin so are Transformer Engine's. "bf16-moments" computes in bfloat16 and keeps AdamW's
-moments in it, too; names with `-start-1` and so on have other weights.
+moments in it, too, "8bit-moments" in 8 bits, and "lean" has weights in bfloat16 besides, with remainders. Names with `-start-1` and so on
+have other weights.
 
 Rank 0 prints a table of the means of the last steps and of the loss on held-out text, and leaves curves.json and curves.png in the
 folder.
@@ -42,8 +43,8 @@ FP8: dict[str, dict[str, Any]] = {
     "fp8-fused": {"recipe": "current", "fp8_weights": True, "fuse_weight_gradients": True},
 }
 NUDGED = "-nudged"
-MOMENTS = "bf16-moments"
-NAMES = ("bf16", "bf16-other-order", "bf16-other-start", MOMENTS, "fp8", *FP8)
+MOMENTS = {"bf16-moments": "bfloat16", "8bit-moments": "8bit", "lean": "8bit"}
+NAMES = ("bf16", "bf16-other-order", "bf16-other-start", *MOMENTS, "fp8", *FP8)
 START = re.compile(r"-start-(\d+)$")
 
 
@@ -55,7 +56,9 @@ def kind_of(name: str) -> str:
 def precision_of(name: str) -> MFSDPPrecision:
     """The plugin of a row."""
     name = kind_of(name)
-    if name.startswith("bf16"):
+    if name == "lean":
+        return MFSDPPrecision("bf16-true")
+    if name.startswith("bf16") or name in MOMENTS:
         return MFSDPPrecision("bf16-mixed")
     if name == "fp8":
         return MFSDPPrecision("fp8", keep_high_precision=["decoder.head"])
@@ -69,7 +72,7 @@ def train(name: str, args: argparse.Namespace) -> dict[str, Any]:
     seed_everything(int(start[1]) if start else int(what == "bf16-other-start"), verbose=False)
     on_cpu = args.accelerator == "cpu"
     rate = args.learning_rate * (1 + 1e-6 * name.endswith(NUDGED))
-    moments = "bfloat16" if what == MOMENTS else "float32"
+    moments = MOMENTS.get(what, "float32")
     options = {"learning_rate": rate, "total_steps": args.steps, "betas": (0.9, args.beta2), "moments": moments}
     module = LightningDecoder(args.size, **options, meta=not on_cpu)
     if on_cpu:

@@ -9,6 +9,7 @@ import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ _ENTRY = re.compile(r"(?:(\w+)=)?(\w+)\[([\d,\s]+)\]")
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
     "adamw_bf16": AdamW,
+    "adamw_8bit": partial(AdamW, state_dtype="8bit"),
     "adam": lambda parameters: torch.optim.Adam(parameters, foreach=True),
     "momentum": lambda parameters: torch.optim.SGD(parameters, momentum=0.9, foreach=True),
     "sgd": lambda parameters: torch.optim.SGD(parameters, foreach=True),

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_mfsdp.optim.adamw_rule import GRADIENT_FACTOR, MIX_1, MIX_2, STEP_FACTOR, Rule
-from lightning_mfsdp.optim.moment_codes import LEAST_EXPONENT, SHARES, STEPS
+from lightning_mfsdp.optim.moment_codes import LEAST_EXPONENT, LEAST_SHARE, STEPS
 
 __all__ = ["step_in_one_pass_"]
 
@@ -21,7 +21,8 @@ _BLOCK, _WARPS = (
 )  # two numbers a thread: from eight on, 16 and 32 bits would be laid out in different ways and exchanged
 _GRADIENT_FACTOR, _STEP_FACTOR = tl.constexpr(GRADIENT_FACTOR), tl.constexpr(STEP_FACTOR)
 _MIX_1, _MIX_2 = tl.constexpr(MIX_1), tl.constexpr(MIX_2)
-_STEPS, _SHARES, _LEAST_EXPONENT = tl.constexpr(STEPS), tl.constexpr(SHARES), tl.constexpr(LEAST_EXPONENT)
+_STEPS, _LEAST_EXPONENT = tl.constexpr(STEPS), tl.constexpr(LEAST_EXPONENT)
+_LARGEST_SHARE, _SHARE_ZERO = tl.constexpr(2.0**-LEAST_SHARE), tl.constexpr(((127 + LEAST_SHARE) << 3) - 1)
 
 
 def step_in_one_pass_(
@@ -67,13 +68,13 @@ def _encoded(mean, variance, root, bits):  # type: ignore[no-untyped-def]
     low, high = _root(code), _root(code + 1)
     low, high = low * low, high * high
     is_next = ((bits >> 16).to(tl.float32) + 0.5) * (high - low) < (variance - low) * 65536
-    parts = tl.where(root > 0, tl.div_rn(tl.abs(mean), tl.where(root > 0, root, 1.0)) * _SHARES, 0.0)
-    parts = tl.where(parts < 16384, parts, 16384.0)
-    share = tl.sqrt_rn(parts).to(tl.int32)
-    rest = (parts - (share * share).to(tl.float32)) * 65536
-    share += (((bits & 0xFFFF).to(tl.float32) + 0.5) * (2 * share + 1).to(tl.float32) < rest).to(tl.int32)
-    share = tl.minimum(share, 127)
-    return tl.where(mean < 0, -share, share), tl.minimum(code + is_next.to(tl.int32), 255)
+    share = tl.where(root > 0, tl.div_rn(tl.abs(mean), tl.where(root > 0, root, 1.0)), 0.0)
+    share = tl.where(share < _LARGEST_SHARE, share, _LARGEST_SHARE)  # also what is not a number
+    at_random = (bits & 0xFFFF).to(tl.int32)
+    share_code = ((share.to(tl.int32, bitcast=True) + (at_random << 4) + 8) >> 20) - _SHARE_ZERO
+    is_least = at_random.to(tl.float32) + 0.5 < share * (_LARGEST_SHARE * 65536)
+    share_code = tl.where(share < 1 / _LARGEST_SHARE, is_least.to(tl.int32), tl.minimum(share_code, 127))
+    return tl.where(mean < 0, -share_code, share_code), tl.minimum(code + is_next.to(tl.int32), 255)
 
 
 @triton.jit(do_not_specialize=["numel", "step"])  # type: ignore[untyped-decorator]
@@ -112,9 +113,10 @@ def _step(  # type: ignore[no-untyped-def]
     grad = tl.load(gradients + at, mask=inside).to(tl.float32) * sign + 0.0
     first, second = tl.load(means + at, mask=inside), tl.load(variances + at, mask=inside)
     if IS_CODED:
-        share, root_before = first.to(tl.int32), _root(second.to(tl.int32))
-        first = (share * tl.abs(share)).to(tl.float32) * (1 / _SHARES) * root_before
-        second = root_before * root_before
+        share_code, root_before = first.to(tl.int32), _root(second.to(tl.int32))
+        share = ((tl.abs(share_code) + _SHARE_ZERO) << 20).to(tl.float32, bitcast=True)
+        share = tl.where(share_code == 0, 0.0, tl.where(share_code < 0, -share, share))
+        first, second = share * root_before, root_before * root_before
     first = first.to(tl.float32) * beta1 + grad * rest1
     second = second.to(tl.float32) * beta2 + grad * rest2 * grad
     root_after = tl.sqrt_rn(second)

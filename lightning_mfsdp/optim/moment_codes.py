@@ -1,10 +1,10 @@
 """What the codes of moments in 8 bits stand for. adamw_kernel.py has the same for GPUs.
 
     second moment   uint8 `u`: the square of a root, which is 0 for `u = 0` and otherwise `2**(e - 32) * (6 + k) / 6`, `6 * e + k = u - 1`
-    first moment    int8 `c`: `c * |c| / 512` of that root
+    first moment    int8 `c`: `2**(e - 11) * (8 + k) / 8` of that root, `8 * e + k = |c| - 1`, with the sign of `c`; 0 for `c = 0`
 
 So roots are from 2**-32, far below the eps of 1e-8 that is added to them, to 1365, and 9 to 17 % apart. A first moment is a share of
-the root, as it is in a step: up to 31.5, by 1/23 at a usual share of 0.23. No number has to do with another one, so that there are no
+the root, as it is in a step: from 1/2048 to 28, 7 to 13 % apart. No number has to do with another one, so that there are no
 scales, and any part of a tensor has the codes that it has in the whole. docs/design/moments.md compares that with scales of blocks.
 """
 
@@ -13,13 +13,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["LEAST_EXPONENT", "SHARES", "STEPS", "decoded", "encoded", "encoded_at_random"]
+__all__ = ["LEAST_EXPONENT", "LEAST_SHARE", "STEPS", "decoded", "encoded", "encoded_at_random"]
 
 STEPS = 6  # roots between two powers of two
-LEAST_EXPONENT = -32
-SHARES = 512  # a first moment of code 1 is one of so many parts of the root
-_MOST, _MOST_SHARES = 255, 127
+LEAST_EXPONENT, LEAST_SHARE = -32, -11  # of the smallest root and share, which are powers of two
+_MOST, _MOST_SHARE = 255, 127
 _BIAS, _DIGITS = 127, 23  # of a float32
+_DROPPED = 20  # of its digits; a share keeps three
+_SHARE_ZERO = ((_BIAS + LEAST_SHARE) << (_DIGITS - _DROPPED)) - 1  # what code 0 would be of a float32
 
 
 def decoded(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
@@ -29,8 +30,9 @@ def decoded(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
         mean: Codes, int8.
         variance: Codes of the same shape, uint8.
     """
-    root, share = _root(variance.int()), mean.int()
-    return (share * share.abs()).float() * (1 / SHARES) * root, root * root
+    root, code = _root(variance.int()), mean.int()
+    share = torch.where(code == 0, 0.0, ((code.abs() + _SHARE_ZERO) << _DROPPED).view(torch.float32))
+    return torch.where(code < 0, -share, share) * root, root * root
 
 
 def encoded(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,14 +55,14 @@ def encoded_at_random(mean: Tensor, variance: Tensor, root: Tensor, bits: Tensor
     low, high = _root(code), _root(code + 1)
     low, high = low * low, high * high
     is_next = (((bits >> 16) & 0xFFFF).float() + 0.5) * (high - low) < (variance - low) * 65536
-    parts = torch.where(root > 0, mean.abs() / root * SHARES, 0.0)
-    parts = torch.where(parts < (_MOST_SHARES + 1) ** 2, parts, (_MOST_SHARES + 1.0) ** 2)  # also what is not a number
-    share = parts.double().sqrt().float().int()
-    is_next_share = ((bits & 0xFFFF).float() + 0.5) * (2 * share + 1).float() < (
-        parts - (share * share).float()
-    ) * 65536
-    share = (share + is_next_share).clamp(max=_MOST_SHARES)
-    return torch.where(mean < 0, -share, share).to(torch.int8), (code + is_next).clamp(max=_MOST).to(torch.uint8)
+    share = torch.where(root > 0, mean.abs() / root, 0.0).clamp(max=2.0**-LEAST_SHARE)
+    rounded = ((share.view(torch.int32) + ((bits & 0xFFFF) << 4) + 8) >> _DROPPED) - _SHARE_ZERO
+    is_least = (bits & 0xFFFF).float() + 0.5 < share * 2.0 ** (16 - LEAST_SHARE)
+    share_code = torch.where(share < 2.0**LEAST_SHARE, is_least, rounded.clamp(max=_MOST_SHARE))
+    share_code = torch.where(share == share, share_code, _MOST_SHARE)
+    return torch.where(mean < 0, -share_code, share_code).to(torch.int8), (code + is_next).clamp(max=_MOST).to(
+        torch.uint8
+    )
 
 
 def _root(code: Tensor) -> Tensor:

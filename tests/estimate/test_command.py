@@ -122,15 +122,16 @@ def test_a_lightning_module_is_estimated_with_what_a_file_says(run: Any, tmp_pat
     assert facts["most"]["optimizer state"] == facts["most"]["main weights, bfloat16"], "momentum alone, in bf16"
 
 
-def test_moments_in_bfloat16_take_half_and_their_step_nothing(run: Any) -> None:
-    wide, narrow = (
+def test_moments_in_bfloat16_take_half_those_in_8_bits_a_quarter_and_their_step_nothing(run: Any) -> None:
+    wide, narrow, narrowest = (
         json.loads(run(CLASS, "--batch", BATCH, "--gpus", 2, "--json", "--quick", "--optimizer", name)[1])["most"]
-        for name in ("adamw", "adamw_bf16")
+        for name in ("adamw", "adamw_bf16", "adamw_8bit")
     )
     main_bytes = narrow["main weights, float32"]
     steps_bytes = wide["optimizer state"] - 2 * main_bytes  # a number for each parameter
     assert 0 < steps_bytes < 1000
     assert narrow["optimizer state"] == main_bytes + steps_bytes
+    assert narrowest["optimizer state"] == main_bytes // 2 + steps_bytes
     assert narrow["activations"] <= wide["activations"]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_mfsdp import fully_shard, fully_shard_optimizer, sharded_parameters, unshard
+from lightning_mfsdp import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer, sharded_parameters, unshard
 from lightning_mfsdp.optim import AdamW
 from tests.gpu.linear import made
 from tests.helpers.distributed import needs_gpus, run_distributed
@@ -33,45 +33,62 @@ def values(numel, scale, generator):
     return found
 
 
+def codes(numel, dtype, generator):
+    """Of all kinds."""
+    limits = torch.iinfo(dtype)
+    low = -limits.max if dtype is torch.int8 else limits.min  # no moment has the lowest code
+    return torch.randint(low, limits.max + 1, (numel,), generator=generator).to(dtype)
+
+
 def poisoned(value, start):
-    """The value inside memory that is NaN elsewhere, `start` numbers after the beginning of an allocation."""
-    memory = torch.full((start + value.numel() + POISON,), float("nan"), dtype=value.dtype, device="cuda")
+    """The value inside memory of other bytes, `start` numbers after the beginning of an allocation."""
+    memory = torch.empty(start + value.numel() + POISON, dtype=value.dtype, device="cuda")
+    memory.view(torch.uint8).fill_(0x7F)
     inside = memory[start : start + value.numel()]
     inside.copy_(value)
     return memory, inside
 
 
 @pytest.mark.parametrize(
-    ("weight_dtype", "moment_dtype"),
-    list(product((torch.float32, torch.bfloat16, torch.float16), (torch.bfloat16, torch.float32))),
+    ("weight_dtype", "moments", "has_remainder"),
+    [
+        *product((torch.float32, torch.bfloat16, torch.float16), ("bfloat16", "float32", "8bit"), (False,)),
+        *product((torch.bfloat16,), ("bfloat16", "float32", "8bit"), (True,)),
+    ],
     ids=str,
 )
-def test_the_kernel_computes_the_references_bits_and_writes_nowhere_else(weight_dtype, moment_dtype):
+def test_the_kernel_computes_the_references_bits_and_writes_nowhere_else(weight_dtype, moments, has_remainder):
     generator = torch.Generator().manual_seed(0)
     for numel, start in ((1, POISON), (41, POISON + 1), (1024, POISON), (1025, POISON + 3), (100_003, POISON)):
         for step in (1, 2, 70_000):
             weight, gradient = (values(numel, scale, generator).to(weight_dtype) for scale in (1.0, 1e-3))
-            mean = values(numel, 1e-3, generator).to(moment_dtype)
-            variance = values(numel, 1e-6, generator).abs().to(moment_dtype)
+            if moments == "8bit":
+                mean, variance = (codes(numel, dtype, generator) for dtype in (torch.int8, torch.uint8))
+            else:
+                mean = values(numel, 1e-3, generator).to(getattr(torch, moments))
+                variance = values(numel, 1e-6, generator).abs().to(getattr(torch, moments))
+            remainder = [codes(numel, torch.int16, generator)] if has_remainder else []
             rule = Rule.of(options(maximize=step == 2), 2e-3, step)
-            parts = [poisoned(value, start) for value in (weight, gradient, mean, variance)]
-            before = parts[1][1].clone()
-            kernel()(*(inside for _, inside in parts), rule)
-            step_(weight, gradient, mean, variance, rule)
-            assert torch.equal(parts[1][1].view(torch.uint8), before.view(torch.uint8)), "the gradient stays"
-            for name, (memory, found), wanted in zip("wgmv", parts, (weight, gradient, mean, variance), strict=True):
-                case = f"{name} {numel} {step}"
-                different = ~((found.cpu() == wanted) | (found.cpu().isnan() & wanted.isnan()))
-                assert not different.any(), (case, found.cpu()[different][:5], wanted[different][:5])
-                assert memory[:start].isnan().all(), case
-                assert memory[start + numel :].isnan().all(), case
+            tensors = (weight, gradient, mean, variance, *remainder)
+            parts = [poisoned(value, start) for value in tensors]
+            before = [memory.clone() for memory, _ in parts]
+            found = [inside for _, inside in parts]
+            kernel()(*found[:4], rule, *found[4:])
+            step_(weight, gradient, mean, variance, rule, *remainder)
+            assert torch.equal(parts[1][0].view(torch.uint8), before[1].view(torch.uint8)), "the gradient stays"
+            for name, (memory, inside), old, wanted in zip("wgmvr", parts, before, tensors, strict=False):
+                case, here = f"{name} {numel} {step}", inside.cpu()
+                different = ~((here == wanted) | ((here != here) & (wanted != wanted)))
+                assert not different.any(), (case, here[different][:5], wanted[different][:5])
+                for outside in (slice(None, start), slice(start + numel, None)):
+                    assert torch.equal(memory[outside].view(torch.uint8), old[outside].view(torch.uint8)), case
 
 
 def test_the_kernel_is_chosen_where_it_can_be():
     dense, gaps = torch.ones(4, 4, device="cuda"), torch.ones(4, 8, device="cuda")[:, ::2]
     assert function_for(dense, dense, dense, dense) is kernel()
-    for place in range(4):
-        assert function_for(*(gaps if number == place else dense for number in range(4))) is step_
+    for place in range(5):
+        assert function_for(*(gaps if number == place else dense for number in range(5))) is step_
     assert function_for(*(dense.double() for _ in range(4))) is step_
 
 
@@ -92,12 +109,24 @@ def test_moments_that_lie_otherwise_than_the_weight_are_those_of_its_numbers():
 
 
 def trains_as_one_process_in_less_memory(rank, world):
-    plain, model = made(LAYERS), made(LAYERS)
+    lean = {"state_dtype": "8bit", "store_param_remainders": True}
+    for dtype, own_options, state_bytes in (
+        (torch.float32, {}, 4),
+        (torch.float32, {"state_dtype": "8bit"}, 2),
+        (torch.bfloat16, lean, 4),
+    ):
+        train_beside_one_process(dtype, own_options, state_bytes)
+
+
+def train_beside_one_process(dtype, own_options, state_bytes):
+    """With two moments, and a remainder where weights have bfloat16."""
+    plain, model = made(LAYERS).to(dtype), made(LAYERS).to(dtype)
+    policy = MixedPrecisionPolicy() if dtype is torch.float32 else MixedPrecisionPolicy(main_params_dtype=None)
     for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
-    reference = AdamW(plain.parameters(), lr=0.01)
-    optimizer = fully_shard_optimizer(AdamW(model.parameters(), lr=0.01))
+        fully_shard(layer, policy=policy)
+    fully_shard(model, policy=policy)
+    reference = AdamW(plain.parameters(), lr=0.01, **own_options)
+    optimizer = fully_shard_optimizer(AdamW(model.parameters(), lr=0.01, **own_options))
     own = sum(view.local.numel() for view in sharded_parameters(model))
     for number in range(4):
         plain(number).backward()
@@ -113,15 +142,13 @@ def trains_as_one_process_in_less_memory(rank, world):
         finally:
             torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
-        stats = torch.cuda.memory_stats()
-        assert stats["requested_bytes.all.current"] - before == (4 * own if number == 0 else 0), (
-            "two moments of 2 bytes"
-        )
-        assert stats["requested_bytes.all.peak"] - before <= (4 * own if number == 0 else 0) + 1024
+        stats, wanted = torch.cuda.memory_stats(), state_bytes * own if number == 0 else 0
+        assert stats["requested_bytes.all.current"] - before == wanted, own_options
+        assert stats["requested_bytes.all.peak"] - before <= wanted + 1024, own_options
         optimizer.zero_grad()
     with unshard(model):
         for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(one, other)
+            assert torch.equal(one, other), own_options
 
 
 def test_alone_it_trains_as_unsharded_in_less_memory():

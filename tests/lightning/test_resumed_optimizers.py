@@ -60,6 +60,15 @@ class Narrow(Classifier):
         return AdamW(self.parameters(), lr=0.05, state_dtype=self.kind)  # type: ignore[arg-type]
 
 
+class Lean(Classifier):
+    """Weights in bfloat16 with remainders, and moments in 8 bits."""
+
+    precision = "bf16-true"
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return AdamW(self.parameters(), lr=0.05, state_dtype="8bit", store_param_remainders=True)
+
+
 class TwoGroups(Classifier):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         parameters = list(self.parameters())
@@ -85,7 +94,12 @@ class TwoOptimizers(Classifier):
         return both[: self.count]
 
 
-KEPT = {"Own": "full", "Scaled": "sharded", "Narrow": "sharded"}  # kinds of their checkpoints, on a push
+KEPT = {
+    "Own": "full",
+    "Scaled": "sharded",
+    "Narrow": "sharded",
+    "Lean": "full",
+}  # kinds of their checkpoints, on a push
 
 
 def runs(rank: int, world: int, folder: str) -> dict[str, Any]:
@@ -95,11 +109,12 @@ def runs(rank: int, world: int, folder: str) -> dict[str, Any]:
 
     def fit(model: Any, steps: int, kind: str = "sharded", **options: Any) -> Any:
         strategy = MFSDPStrategy(units=["Block"], state_dict_type=kind)  # type: ignore[arg-type]
-        trainer = make_trainer(folder, world, strategy=strategy, max_epochs=-1, max_steps=steps)
+        precision = getattr(model, "precision", None)
+        trainer = make_trainer(folder, world, strategy=strategy, precision=precision, max_epochs=-1, max_steps=steps)
         trainer.fit(model, data, **options)
         return trainer
 
-    for model in (Own, Scaled, Narrow):
+    for model in (Own, Scaled, Narrow, Lean):
         straight = seeded(model)
         fit(straight, 4)
         for kind in ("sharded", "full") if NIGHT else (KEPT[model.__name__],):

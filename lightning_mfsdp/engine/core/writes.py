@@ -64,8 +64,7 @@ class Writes:
             self.weights += 1
             for group in written:
                 group.weights.versions.outdate(range(len(group.entries)))
-            if any(group.weights.age < Age.STEPPED for group in written):
-                self.outdate(groups)  # all of them, since a rank without rows of one may not have written to it
+            self.outdate(groups)  # all of them, since a rank without rows of one may not have written to it
 
     def to_weights(self, groups: Iterable[ParameterGroup]) -> None:
         """Main weights of some groups were written."""
