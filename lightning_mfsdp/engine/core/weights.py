@@ -193,7 +193,9 @@ class Weights:
     def outdate(self, *, by_optimizer: bool) -> None:
         """Note that the main weight was written."""
         self.forget_writes()
-        self.age = max(self.age, Age.STEPPED if by_optimizer else Age.WRITTEN)
+        age = Age.STEPPED if by_optimizer else Age.WRITTEN
+        if self.age < age:
+            self.age = age
 
     def take_assigned(self) -> None:
         """Copy what was assigned to the `data` of local rows to where the rows belong."""

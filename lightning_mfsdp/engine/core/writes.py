@@ -48,23 +48,20 @@ class Writes:
 
         Rows of a group have one version counter, so a write to one of them outdates graphs of all.
         """
-        if not self._watched:
-            return
-        for reference in self._watched:
-            if self._watched[reference] and (group := reference()) is not None:
-                group.weights.take_assigned()
-        groups = [group for reference in self._watched if (group := reference()) is not None]
-        # The counter is checked inline, since this is done in every step.
-        written = [
-            group
-            for group in groups
-            if group.main.segments[0]._version != group.weights.known_writes and group.weights.note_writes()
-        ]
+        written = []
+        for reference, rows_are_held in self._watched.items():
+            if (group := reference()) is not None:
+                if rows_are_held:
+                    group.weights.take_assigned()
+                # The counter is checked inline, since this is done in every step.
+                if group.main.segments[0]._version != group.weights.known_writes and group.weights.note_writes():
+                    written.append(group)
         if written:
             self.weights += 1
             for group in written:
                 group.weights.versions.outdate(range(len(group.entries)))
-            self.outdate(groups)  # all of them, since a rank without rows of one may not have written to it
+            # All of them, since a rank without rows of one may not have written to it.
+            self.outdate(group for reference in self._watched if (group := reference()) is not None)
 
     def to_weights(self, groups: Iterable[ParameterGroup]) -> None:
         """Main weights of some groups were written."""
