@@ -259,6 +259,10 @@ def a_view_that_is_kept_shows_what_was_written_since(rank, world):
             shown += [row.clone(), detached.clone(), gradient.clone()]
             one(torch.ones(2, 4)).square().sum().backward()
             shown.append(gradient.clone())
+            with torch.no_grad():
+                for held in optimizer.param_groups[0]["params"]:  # plain rows, where they are Halving's
+                    held.mul_(0.5)
+            shown += [row.clone(), detached.clone()]
             nn.functional.relu(rows.neg_(), inplace=True)
             shown.append(whole(weight))
             seen.append(shown)
