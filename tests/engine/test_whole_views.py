@@ -259,16 +259,25 @@ def a_view_that_is_kept_shows_what_was_written_since(rank, world):
             shown += [row.clone(), detached.clone(), gradient.clone()]
             one(torch.ones(2, 4)).square().sum().backward()
             shown.append(gradient.clone())
-            with torch.no_grad():
-                for held in optimizer.param_groups[0]["params"]:  # plain rows, where they are Halving's
-                    held.mul_(0.5)
-            shown += [row.clone(), detached.clone()]
             nn.functional.relu(rows.neg_(), inplace=True)
             shown.append(whole(weight))
             seen.append(shown)
         for number, (ours, theirs) in enumerate(zip(*seen, strict=True)):
             problems.close(ours, theirs, f"{sharding} {kind.__name__} {number}")
     problems.finish()
+
+
+def a_view_shows_what_was_written_to_rows_that_an_optimizer_holds(rank, world):
+    """Outside of a step, where nobody tells of it."""
+    for sharding in in_turn(3, STRATEGIES):
+        model, _ = pair(sharding)
+        optimizer = fully_shard_optimizer(Halving(model.parameters(), lr=0.5), elementwise=True)
+        row = model.first.weight.data[0]
+        before = row.clone()
+        with torch.no_grad():
+            for rows in optimizer.param_groups[0]["params"]:
+                rows.mul_(0.5)
+        assert torch.equal(row.clone(), before * 0.5), sharding
 
 
 def views_are_made_and_written_without_grad_mode(rank, world):
@@ -470,6 +479,7 @@ def what_cannot_follow_a_view_is_refused_or_copies(rank, world):
 CASES = (
     views_and_sharded_tensors_are_written_in_one_call,
     a_view_that_is_kept_shows_what_was_written_since,
+    a_view_shows_what_was_written_to_rows_that_an_optimizer_holds,
     views_are_made_and_written_without_grad_mode,
     a_copy_or_a_view_of_a_weight_leads_to_its_gradient,
     what_was_made_before_a_write_is_right_after_it,
