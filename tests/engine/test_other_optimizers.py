@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from lightning_mfsdp.engine import (
     EngineStateError,
     MixedPrecisionPolicy,
     ShardingError,
+    fully_shard,
     fully_shard_optimizer,
     refresh_weights,
 )
@@ -397,6 +399,79 @@ def a_backward_refuses_weights_that_an_optimizer_wrote_outside_of_its_step(rank,
             optimizer.step()
 
 
+class TwoNetworks(nn.Module):
+    """In one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.critic = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, name: str) -> Tensor:
+        return getattr(self, name)(x)
+
+
+def two_networks(sharding: str | None) -> nn.Module:
+    torch.manual_seed(0)
+    model = TwoNetworks()
+    return model if sharding is None else fully_shard(model, sharding=sharding)
+
+
+def an_optimizer_that_clips_its_rows_leaves_graphs_of_other_parameters_alone(rank, world):
+    """A critic's weights after its step, the network that it judges having a graph: as in Wasserstein GANs."""
+    for sharding in in_turn(1, STRATEGIES):
+        gradients = []
+        for kind in (None, sharding):
+            model = two_networks(kind)
+            optimizer: Any = Restless(model.critic.parameters(), lr=0.1)
+            if kind is not None:
+                fully_shard_optimizer(optimizer, elementwise=True)
+                fully_shard_optimizer(Restless(model.generator.parameters(), lr=0.1), elementwise=True)
+            made = model(torch.ones(2, 4), "generator")
+            model(made.detach(), "critic").mean().backward()
+            optimizer.step()
+            optimizer.halve()
+            model(made, "critic").mean().backward()
+            gradients.append(whole(model.generator.weight.grad))
+        assert torch.allclose(*gradients), sharding
+
+
+def whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def what_a_graph_does_not_read_may_be_written(rank, world):
+    """Biases, and what is assigned to `data`, which PyTorch does not count either."""
+    for sharding in in_turn(2, STRATEGIES):
+        for assigns in (False, True):
+            model = sharded_chain(sharding=sharding)
+            optimizer = fully_shard_optimizer(Restless(model.parameters(), lr=0.1), elementwise=True)
+            loss = loss_of(model, inputs(0, rank))
+            for rows in optimizer.param_groups[0]["params"]:
+                if assigns:
+                    halve_by_assignment(rows)
+                elif rows.dim() == 1:
+                    halve_in_place(rows)
+            loss.backward()
+            assert_forward_sees(model, (sharding, assigns))
+
+
+def what_was_written_is_noted_before_a_step_and_beside_what_nobody_steps(rank, world):
+    for sharding, what in product(in_turn(3, STRATEGIES), ("step", "no optimizer")):
+        model = two_networks(sharding)
+        optimizer = fully_shard_optimizer(Restless(model.critic.parameters(), lr=0.1), elementwise=True)
+        if what == "step":
+            fully_shard_optimizer(Restless(model.generator.parameters(), lr=0.1), elementwise=True)
+        x = torch.ones(2, 4, requires_grad=True)
+        loss = model(x, "critic").mean()
+        optimizer.halve()
+        if what == "step":
+            optimizer.step()  # no parameter has a gradient
+        else:
+            model(x, "generator")
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
 def halve_in_place(parameter: Tensor) -> None:
     with torch.no_grad():
         parameter.mul_(0.5)
@@ -513,6 +588,9 @@ def what_no_optimizer_wrote_is_not_gathered_again(rank, world):
 TWO = (
     forward_sees_what_an_optimizer_writes_to_rows_outside_of_its_step,
     a_backward_refuses_weights_that_an_optimizer_wrote_outside_of_its_step,
+    an_optimizer_that_clips_its_rows_leaves_graphs_of_other_parameters_alone,
+    what_a_graph_does_not_read_may_be_written,
+    what_was_written_is_noted_before_a_step_and_beside_what_nobody_steps,
     forward_sees_what_somebody_writes_to_rows_that_an_optimizer_of_torch_holds,
     an_optimizer_that_climbs_first_trains_rows_like_one_process,
     a_closure_finds_weights_that_a_step_wrote_before_it,
@@ -539,6 +617,9 @@ WORLDS = {
         on_one_rank_every_optimizer_works_under_every_sharding,
         forward_sees_what_an_optimizer_writes_to_rows_outside_of_its_step,
         a_backward_refuses_weights_that_an_optimizer_wrote_outside_of_its_step,
+        an_optimizer_that_clips_its_rows_leaves_graphs_of_other_parameters_alone,
+        what_a_graph_does_not_read_may_be_written,
+        what_was_written_is_noted_before_a_step_and_beside_what_nobody_steps,
         forward_sees_what_somebody_writes_to_rows_that_an_optimizer_of_torch_holds,
     ),
     2: TWO,

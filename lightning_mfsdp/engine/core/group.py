@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as DTensorPlacement
 
+from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.part import Part
 from lightning_mfsdp.engine.comm.collectives import TOGETHER_BYTES, Axes, Axis, broadcast_from_first
 from lightning_mfsdp.engine.comm.mesh import Mesh
@@ -155,7 +156,10 @@ class ParameterGroup:
         divided = divisions(parameter, self.mesh)
         piece = self._piece(index, tuple(part for _, part in divided))
         with torch.inference_mode(False):
-            local = nn.Parameter(self.main.view(index), requires_grad=self.spec.trainable)
+            # With a version counter of its own: views of a buffer share one.
+            nothing = torch.empty(0, dtype=self.main.dtype, device=self.main.segments[0].device)
+            local = nn.Parameter(nothing, requires_grad=self.spec.trainable)
+            compat.set_data(local, self.main.view(index))
             local.__dict__.update(marks_of(parameter, self.spec.codec))
             placements = self._placements(divided)
             sharded = ShardedParameter.wrap(self, index, name, local, parameter, piece, placements)
@@ -283,6 +287,7 @@ class ParameterGroup:
         """Note that a main weight was written: a graph that saved the unsharded parameter raises."""
         self.weights.refuse_late_writes()
         self.weights.versions.outdate([index])
+        self.weights.know_row(index)
 
     def reduce_held_back(self) -> None:
         """As `Context.reduce_held_back`, if anything of this group waits. Collective if so."""

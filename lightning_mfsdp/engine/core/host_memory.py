@@ -54,12 +54,6 @@ class HostMemory:
                     )
             else:
                 self.host = self.seen = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
-        self._writes = self.seen._version
-
-    def note_writes(self) -> bool:
-        """Whether `seen`, or a view of it, was written since the last call. PyTorch does not count writes through `tensor.data`."""
-        before, self._writes = self._writes, self.seen._version
-        return self._writes != before
 
 
 class _PageLocked:

@@ -268,7 +268,7 @@ class ShardedParameter(ShardedTensor):
             return
         if self._local.data_ptr() != self._local_tensor.data_ptr() and (group := self._owner[0]()) is not None:
             group.weights.take_assigned()
-            group.known_writes(weights=True)
+            group.note_write()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         self._refuse_copy("deep-copied")

@@ -116,7 +116,7 @@ class Weights:
         registered: Modules show unsharded parameters.
         leases: How many units compute with them.
         age: Of the compute shard, or of what was gathered where there is none.
-        known_writes: The main weight's version counter when it was last checked, or a step reported.
+        known_rows: Local rows, which have version counters of their own, and what these were when they were last checked.
         lost_writes: Unsharded parameters that a forward wrote to, though main weights of another dtype cannot adopt that.
         client: Holds pooled buffers for the unsharded weight.
         is_sharded: It is unsharded only while it is used: gathered from other ranks, or at least cast.
@@ -136,7 +136,7 @@ class Weights:
         self._inner = owner.inner_extent
         self._read_by_backward = 1 << (len(owner.spec.planes) - 1)
         self._nothing = self._stand_ins(owner.device)  # what resharded parameters are pointed at
-        self.known_writes = 0
+        self.known_rows: list[tuple[Tensor, int]] = []
         self._event: Event = None  # after the all-gather
         self._lane: GatherLane  # of its root
         self.versions = Versions([entry.full for entry in self._entries])
@@ -192,29 +192,47 @@ class Weights:
 
     def outdate(self, *, by_optimizer: bool) -> None:
         """Note that the main weight was written."""
-        self.forget_writes()
+        self.take_written()
         age = Age.STEPPED if by_optimizer else Age.WRITTEN
         if self.age < age:
             self.age = age
 
-    def take_assigned(self) -> None:
-        """Copy what was assigned to the `data` of local rows to where the rows belong."""
-        if [entry.local.data_ptr() for entry in self._entries] != self._main.addresses():
-            for entry, rows in zip(self._entries, self._main.views, strict=True):
-                if entry.local.data_ptr() != rows.data_ptr():
-                    with torch.no_grad():
-                        rows.copy_(entry.local)
-                    compat.set_data(entry.local, rows)
+    def take_assigned(self) -> bool:
+        """Copy what was assigned to the `data` of local rows to where the rows belong. Returns whether anything was."""
+        if [entry.local.data_ptr() for entry in self._entries] == self._main.addresses():
+            return False
+        found = False
+        for entry, rows in zip(self._entries, self._main.views, strict=True):
+            if entry.local.data_ptr() != rows.data_ptr():
+                found = True
+                with torch.no_grad():
+                    rows.copy_(entry.local)
+                compat.set_data(entry.local, rows)
+        return found
 
-    def note_writes(self) -> bool:
-        """Whether the main weight was written since the last call, by any writer. PyTorch does not count writes through `tensor.data`."""
-        before = self.known_writes
-        self.forget_writes()
-        return self.known_writes != before
+    def take_written(self) -> bool:
+        """Whether local rows were written since the last call, by whomever: graphs that saved their parameters are out of date then.
 
-    def forget_writes(self) -> None:
-        """Acknowledge what was written to the main weight until now: it is known, or the engine wrote it."""
-        self.known_writes = self._main.segments[0]._version  # all views of a buffer have one counter
+        PyTorch counts no writes through `tensor.data`, and what is written to the buffer itself, by the engine, is no write to local rows.
+        """
+        for row, known in self.known_rows:
+            if row._version != known:
+                break
+        else:
+            return False
+        written = [index for index, (row, known) in enumerate(self.known_rows) if row._version != known]
+        self.versions.outdate(written)
+        self.know_rows()
+        return True
+
+    def know_rows(self) -> None:
+        """What was written to local rows until now is known."""
+        self.known_rows = [(entry.local, entry.local._version) for entry in self._entries]
+
+    def know_row(self, index: int) -> None:
+        """Likewise of one of them."""
+        local = self._entries[index].local
+        self.known_rows[index] = (local, local._version)
 
     def updates(self) -> tuple[list[Tensor], list[Tensor]]:
         """What to copy where (targets, sources) so that the own part of the compute shard equals the main weight; it counts as done.
@@ -222,14 +240,11 @@ class Weights:
         Where the main weight is in host memory, an optimizer casts what it wrote.
         """
         age, self.age = self.age, Age.CAST
-        self.forget_writes()
         if not self.shards or self._spec.codec is not None:
             return [], []
-        if self._host_buffer is None:
-            is_cast = self._main.dtype == self.shards[0].dtype  # the main weight is a part of the compute shard
-        else:
-            is_cast = not self._host_buffer.note_writes() and age is Age.STEPPED
-        if is_cast:
+        is_part = self._host_buffer is None and self._main.dtype == self.shards[0].dtype  # of the compute shard
+        is_cast = self._host_buffer is not None and not self.take_written() and age is Age.STEPPED
+        if is_part or is_cast:
             return [], []
         return self.shards[0].part(self._main.extent).segments, self._main.segments
 
@@ -346,7 +361,6 @@ class Weights:
         """Fill compute shards from what the ranks of an axis hold of them."""
         outputs = [segment for shard in self.shards for segment in shard.part(whole).segments]
         axis.gather(outputs, [segment for shard in self.shards for segment in shard.part(part).segments])
-        self.forget_writes()
 
     def _gather_into(self, place: Place, forms: int) -> None:
         """Fill forms of an unsharded weight, and point the parameters there."""
@@ -404,6 +418,7 @@ class Weights:
 
     def begin(self) -> None:
         """Point unsharded parameters, left empty, at the compute shard where weights are whole: they lie there permanently."""
+        self.know_rows()
         if self.is_sharded:
             self.versions.leave()
             return
@@ -639,7 +654,6 @@ class Weights:
                     rows.copy_(own)
                 else:
                     rows.copy_(torch.where(rows.to(own.dtype) == own, rows, own.to(rows.dtype)))
-        self.forget_writes()
         self._lane.note_written()
 
     def _where_it_belongs(self, index: int) -> Tensor:

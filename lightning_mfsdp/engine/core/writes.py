@@ -44,22 +44,18 @@ class Writes:
         self._watched[reference] = rows_are_held or self._watched.get(reference, False)
 
     def look(self) -> None:
-        """Detect what was written to local rows that are watched. Graphs that saved parameters of their groups are out of date.
-
-        Rows of a group have one version counter, so a write to one of them outdates graphs of all.
-        """
-        written = []
+        """Detect what was written to local rows that are watched."""
+        written = False
         for reference, rows_are_held in self._watched.items():
             if (group := reference()) is not None:
-                if rows_are_held:
-                    group.weights.take_assigned()
-                # The counter is checked inline, since this is done in every step.
-                if group.main.segments[0]._version != group.weights.known_writes and group.weights.note_writes():
-                    written.append(group)
+                if rows_are_held and group.weights.take_assigned():
+                    written = True
+                for row, known in group.weights.known_rows:  # inline, since this is done twice in every step
+                    if row._version != known:
+                        written = group.weights.take_written()
+                        break
         if written:
             self.weights += 1
-            for group in written:
-                group.weights.versions.outdate(range(len(group.entries)))
             # All of them, since a rank without rows of one may not have written to it.
             self.outdate(group for reference in self._watched if (group := reference()) is not None)
 

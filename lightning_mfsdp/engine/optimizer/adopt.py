@@ -263,11 +263,9 @@ class _ShardedStep:
         if not self._is_watched:
             return False
         groups = [group for reference, _ in self._groups if (group := reference()) is not None]
-        if self._may_assign:
-            for group in groups:
-                group.weights.take_assigned()
-        written = [group.weights.note_writes() for group in groups]  # a list, because every group has to note its own
-        return any(written)
+        # Lists, because every group has to note its own.
+        assigned = [group.weights.take_assigned() for group in groups] if self._may_assign else []
+        return any([*assigned, *[group.weights.take_written() for group in groups]])
 
     def _evaluating(
         self, optimizer: Optimizer, closure: Callable[..., Any], roots: Sequence[Context], own_code: OwnCode | None

@@ -104,7 +104,6 @@ class StagedGroup:
         host_buffer = self.group.host_buffer
         if host_buffer is not None:
             _point(self.group, self.group.main)
-            host_buffer.note_writes()  # the step wrote them; the compute shard is up to date
         if self.state is not None:
             self.state.replace(optimizer, self._views)
 
