@@ -14,7 +14,7 @@ from torch.optim.optimizer import ParamsT
 
 from lightning_mfsdp.base.kernels import has_triton
 from lightning_mfsdp.engine import ElementwiseOptimizer
-from lightning_mfsdp.optim.adamw_rule import Rule, step_
+from lightning_mfsdp.optim.adamw_rule import Rule, divided, joined, step_
 from lightning_mfsdp.optim.moment_codes import decoded, encoded
 
 __all__ = ["AdamW", "function_for"]
@@ -25,7 +25,7 @@ _DTYPES = {
     "float32": dict.fromkeys(_MOMENTS, torch.float32),
     "8bit": {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8},  # codes: see moment_codes.py
 }
-_REMAINDER = "remainder"
+_REMAINDER, _MASTER = "remainder", "master_param"
 _WITHOUT = "lightning_mfsdp.optim.AdamW on GPUs takes thirty PyTorch operations a tensor, and more memory"
 # What is in the groups of torch.optim.AdamW as well: programs that compare names (torch.distributed.checkpoint) then take either's state.
 _OF_TORCH: dict[str, Any] = {
@@ -51,9 +51,11 @@ class AdamW(ElementwiseOptimizer):
 
     In 8 bits a second moment is a code of its root, and a first one a share of that: no scales of blocks, so each number is rounded by
     itself here as well. `state` has the codes, `state_dict()` has moments in bfloat16, which have the same codes when they are loaded.
+    Codes reach to 1365 for the root of the second moment: larger gradients, of summed losses for example, take longer steps.
 
     A weight in bfloat16, of `precision="bf16-true"` for example, loses updates of less than half of its last digit. With
     `store_param_remainders=True` state has what each lacks of a weight in float32, 2 bytes, and training is that of weights in float32.
+    `state_dict()` has these weights, under the name that Transformer Engine gives them, "master_param".
 
     Args:
         params: Parameters of real numbers, or parameter groups.
@@ -64,7 +66,7 @@ class AdamW(ElementwiseOptimizer):
         maximize: Ascend.
         state_dtype: Of the moments: "bfloat16"; "8bit"; or "float32", which rounds as `torch.optim.AdamW` does for weights in float32. It
             is no part of a checkpoint: what is loaded is converted.
-        store_param_remainders: Keep what weights in bfloat16 lack of float32, named "remainder". Weights of other dtypes have none.
+        store_param_remainders: Keep what weights in bfloat16 lack of float32, under the name "remainder". Others have none.
 
     Raises:
         ValueError: An option out of its range or not of this optimizer, a complex parameter, or weights in float64 with moments in 8 bits.
@@ -109,12 +111,18 @@ class AdamW(ElementwiseOptimizer):
             values[name] = value.value if isinstance(value, _Kept) else value
         if isinstance(step := values.get("step"), (int, float, Tensor)):
             values["step"] = torch.as_tensor(step, dtype=torch.float32, device="cpu")
-        if not self._keeps_remainder(parameter) and values.pop(_REMAINDER, None) is not None:
-            warnings.warn(
-                "AdamW: the state that is loaded has remainders of weights, which are left out, so weights go on from what they are in "
-                "bfloat16; to keep them, have weights in bfloat16 and pass store_param_remainders=True",
-                stacklevel=2,
-            )
+        master, remainder = (values.pop(name, None) for name in (_MASTER, _REMAINDER))
+        if not self._keeps_remainder(parameter):
+            if master is not None or remainder is not None:
+                warnings.warn(
+                    "AdamW: the state that is loaded has weights in float32, which are left out, so weights go on from what they are "
+                    "in bfloat16; to keep them, have weights in bfloat16 and pass store_param_remainders=True",
+                    stacklevel=2,
+                )
+        elif isinstance(master, Tensor):
+            values[_REMAINDER] = _like(master, divided(_local(master).float())[1])
+        elif remainder is not None:
+            values[_REMAINDER] = remainder
         for name in (*_MOMENTS, _REMAINDER):
             if isinstance(value := values.get(name), Tensor):
                 values[name] = value.to(parameter.device)
@@ -131,7 +139,7 @@ class AdamW(ElementwiseOptimizer):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """As of any optimizer. Moments of 8 bits are shown by their values in bfloat16, which are made for it."""
+        """As of any optimizer. Moments of 8 bits are shown by their values in bfloat16, and remainders as weights in float32."""
         handle = self.register_state_dict_post_hook(
             _show_values, prepend=True
         )  # of what is stepped: hooks may show it otherwise
@@ -212,19 +220,29 @@ class AdamW(ElementwiseOptimizer):
             values["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
             for name, dtype in _DTYPES[self.state_dtype].items():
                 values[name] = torch.zeros_like(parameter, dtype=dtype)
-        if _REMAINDER not in values and self._keeps_remainder(parameter):
+        if not self._keeps_remainder(parameter):  # the program may have converted the weight
+            values.pop(_REMAINDER, None)
+        elif _REMAINDER not in values:
             values[_REMAINDER] = torch.zeros_like(parameter, dtype=torch.int16)
         values["step"] += 1
         return values
 
 
-def _show_values(_optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+def _show_values(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """The first hook after a state was collected."""
+    held = dict(enumerate(parameter for group in optimizer.param_groups for parameter in group["params"]))
     state = {
-        key: {**values, **_values(values)} if isinstance(values, Mapping) else values
+        key: _shown(held[key], values) if key in held and isinstance(values, Mapping) else values
         for key, values in state_dict["state"].items()
     }
     return {**state_dict, "state": state}
+
+
+def _shown(parameter: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
+    shown = {**values, **_values(values)}
+    if isinstance(remainder := shown.pop(_REMAINDER, None), Tensor):
+        shown[_MASTER] = _like(remainder, joined(_local(parameter), _local(remainder)))
+    return shown
 
 
 def _values(values: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -232,22 +250,23 @@ def _values(values: Mapping[str, Any]) -> dict[str, Tensor]:
     mean, variance = (values.get(name) for name in _MOMENTS)
     if not (isinstance(mean, Tensor) and isinstance(variance, Tensor) and mean.dtype is torch.int8):
         return {}
-    shown = {}
-    for name, one in zip(_MOMENTS, decoded(_local(mean), _local(variance)), strict=True):
-        shown[name] = torch.empty_like(values[name], dtype=torch.bfloat16)
-        _local(shown[name]).copy_(one)
-    return shown
+    moments = zip(_MOMENTS, decoded(_local(mean), _local(variance)), strict=True)
+    return {name: _like(values[name], value, torch.bfloat16) for name, value in moments}
 
 
 def _encode(values: dict[str, Any]) -> None:
     """Have moments by their codes."""
     mean, variance = (values.get(name) for name in _MOMENTS)
-    if not (isinstance(mean, Tensor) and isinstance(variance, Tensor) and mean.is_floating_point()):
-        return
-    for name, codes in zip(_MOMENTS, encoded(_local(mean), _local(variance)), strict=True):
-        value = torch.empty_like(values[name], dtype=codes.dtype)
-        _local(value).copy_(codes)
-        values[name] = value
+    if isinstance(mean, Tensor) and isinstance(variance, Tensor) and mean.is_floating_point():
+        for name, codes in zip(_MOMENTS, encoded(_local(mean), _local(variance)), strict=True):
+            values[name] = _like(values[name], codes)
+
+
+def _like(tensor: Tensor, local: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Local numbers as a tensor of the class and placement of another one."""
+    made = torch.empty_like(tensor, dtype=dtype or local.dtype)
+    _local(made).copy_(local)
+    return made
 
 
 class _Kept:
@@ -264,7 +283,8 @@ def _check_and_keep(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any
     held = {key for group in state_dict["param_groups"] for key in group["params"]}
 
     def kept(name: str, value: Any) -> Any:
-        return _Kept(value) if name in (*_MOMENTS, _REMAINDER) and isinstance(value, Tensor) else value
+        is_kept = name in (*_MOMENTS, _REMAINDER, _MASTER) and isinstance(value, Tensor)
+        return _Kept(value) if is_kept else value
 
     state = {
         key: {name: kept(name, value) for name, value in values.items()}

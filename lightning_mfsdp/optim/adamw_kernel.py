@@ -106,7 +106,7 @@ def _step(  # type: ignore[no-untyped-def]
     if HAS_REMAINDER:
         high = old.to(tl.int16, bitcast=True).to(tl.int32)
         low = tl.load(remainders + at, mask=inside).to(tl.int32)
-        low = tl.where(((high & 0x7FFF) == 0) & (low < 0), 0, low)
+        low = tl.where((((high & 0x7FFF) == 0) & (low < 0)) | ((high & 0x7F80) == 0x7F80), 0, low)
         old = ((high << 16) + low).to(tl.float32, bitcast=True)
     else:
         old = old.to(tl.float32)
@@ -123,9 +123,9 @@ def _step(  # type: ignore[no-untyped-def]
     denominator = tl.div_rn(root_after, root) + eps
     new = old * keep - tl.div_rn(first * step_size, denominator)
     if HAS_REMAINDER:
-        is_finite = tl.abs(new) < float("inf")
         of_new = new.to(tl.int32, bitcast=True)
         high = (of_new + 0x8000) >> 16
+        is_finite = (tl.abs(new) < float("inf")) & ((high & 0x7F80) != 0x7F80)
         rounded = high.to(tl.int16).to(tl.bfloat16, bitcast=True)
         tl.store(weights + at, tl.where(is_finite, rounded, new.to(tl.bfloat16)), mask=inside)
         tl.store(remainders + at, tl.where(is_finite, of_new - (high << 16), 0).to(tl.int16), mask=inside)

@@ -126,15 +126,16 @@ def joined(weight: Tensor, remainder: Tensor) -> Tensor:
     One that a program has written since has the remainder of the old one, which is less than half of its last digit.
     """
     high, low = weight.view(torch.int16).int(), remainder.int()
-    low = torch.where((high & 0x7FFF == 0) & (low < 0), 0, low)  # of no zero; as bits it would be the largest NaN
-    return ((high << 16) + low).view(torch.float32)
+    # Neither zero nor infinity was rounded from these, and bits of other numbers or of NaN would come out.
+    is_written = ((high & 0x7FFF == 0) & (low < 0)) | (high & 0x7F80 == 0x7F80)
+    return ((high << 16) + torch.where(is_written, 0, low)).view(torch.float32)
 
 
 def divided(value: Tensor) -> tuple[Tensor, Tensor]:
     """A float32 as the nearest bfloat16, of two the one that is further from zero, and the difference of their bits in int16."""
     bits = value.view(torch.int32)
     high = (bits + 0x8000) >> 16
-    is_finite = value.isfinite()
+    is_finite = value.isfinite() & (high & 0x7F80 != 0x7F80)  # the largest become infinite
     weight = torch.where(is_finite, high.to(torch.int16).view(torch.bfloat16), value.bfloat16())
     return weight, torch.where(is_finite, bits - (high << 16), 0).to(torch.int16)
 

@@ -33,6 +33,7 @@ from tests.optim.internals import (
     STEP_FACTOR,
     Rule,
     decoded,
+    divided,
     encoded,
     random_bits,
     rounded,
@@ -441,6 +442,17 @@ def its_state_and_torchs_are_each_others_in_pytorchs_own_checkpoints(rank, world
                     wanted_here = values[name].to(found[number][name].dtype)
                 assert torch.equal(found[number][name], wanted_here), (flat, first, second, name)
     whole = StateDictOptions(full_state_dict=True)
+    before, after = made(torch.bfloat16), made(torch.bfloat16, sharding="optim")
+    saved = fully_shard_optimizer(AdamW(groups(before), lr=0.05, **LEAN))
+    train(before, saved, range(2))
+    state = get_optimizer_state_dict(before, saved, options=whole)
+    loaded = fully_shard_optimizer(AdamW(groups(after), lr=0.05, **LEAN))
+    set_optimizer_state_dict(after, loaded, state, options=whole)
+    found, wanted = (full_optimizer_state(one, keep=True)["state"] for one in (loaded, saved))
+    for number, values in wanted.items():
+        assert torch.equal(found[number]["exp_avg"], values["exp_avg"])
+        mine, theirs = (divided(one["master_param"])[1] for one in (found[number], values))
+        assert torch.equal(mine, theirs), number
     for first, second in (("ours", "torch"), ("torch", "ours")):
         before, after = made(), made(sharding="optim")
         saved = fully_shard_optimizer(kinds[first](groups(before), lr=0.05))

@@ -20,20 +20,38 @@ def test_a_number_is_its_weight_and_its_remainder_to_the_bit():
     edges += [edge - 2**31 for edge in edges]
     values = torch.cat([patterns, torch.tensor(edges).to(torch.int32)]).view(torch.float32)
     weight, remainder = divided(values)
-    finite = values.isfinite()
+    finite = weight.isfinite()
+    assert torch.equal(finite, values.bfloat16().isfinite()), "as casts do"
     assert torch.equal(joined(weight, remainder)[finite], values[finite])
     assert torch.equal(weight[~finite].isnan(), values[~finite].isnan())
     assert (remainder[~finite] == 0).all()
-    distance = (weight.float() - values).abs()[finite & weight.isfinite()]
-    nearest = (values.bfloat16().float() - values).abs()[finite & weight.isfinite()]
+    distance = (weight.float() - values).abs()[finite]
+    nearest = (values.bfloat16().float() - values).abs()[finite]
     assert torch.equal(distance, nearest), "and no other number of bfloat16 is closer"
 
 
-def test_a_weight_that_was_set_to_zero_stays_a_number():
-    """The remainder of what it was before is less than nothing."""
+def test_a_weight_that_was_set_to_zero_or_infinity_stays_so():
+    """The remainder of what it was before is of another number."""
     for zero in (0.0, -0.0):
         found = joined(torch.tensor([zero]).bfloat16(), torch.tensor([-5], dtype=torch.int16))
         assert found == 0
+    for infinite in (float("inf"), -float("inf")):
+        for low in (-5, 5):
+            assert joined(torch.tensor([infinite]).bfloat16(), torch.tensor([low], dtype=torch.int16)) == infinite
+
+
+def test_a_weight_that_was_converted_since_has_no_remainder():
+    for dtype in (torch.float16, torch.float32):
+        layer = nn.Linear(4, 4).bfloat16()
+        optimizer = AdamW(layer.parameters(), store_param_remainders=True, state_dtype="float32")
+        layer(torch.ones(2, 4).bfloat16()).sum().backward()
+        optimizer.step()
+        layer.to(dtype)
+        before = layer.weight.detach().clone()
+        layer(torch.ones(2, 4, dtype=dtype)).sum().backward()
+        optimizer.step()
+        assert (layer.weight - before).abs().max() < 3e-3
+        assert "remainder" not in optimizer.state[layer.weight]
 
 
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "8bit"])
@@ -87,9 +105,27 @@ def test_a_state_goes_on_to_the_bit_and_says_so_where_remainders_are_left_out():
     assert torch.equal(again, parameter)
     assert torch.equal(loaded.state[again]["remainder"], optimizer.state[parameter]["remainder"])
     for other in (AdamW([nn.Parameter(parameter.float())], store_param_remainders=True), AdamW([again])):
-        with pytest.warns(UserWarning, match=r"remainders of weights, which are left out.*store_param_remainders=True"):
+        with pytest.warns(UserWarning, match=r"weights in float32, which are left out.*store_param_remainders=True"):
             other.load_state_dict(copy.deepcopy(saved))
-        assert all("remainder" not in values for values in other.state.values())
+        assert all(not {"remainder", "master_param"} & values.keys() for values in other.state.values())
+
+
+def test_a_state_dict_has_weights_in_float32_and_survives_another_optimizer():
+    """Whose `load_state_dict` casts state to the dtype of the weights."""
+    parameter = nn.Parameter(torch.linspace(-1, 1, 99).bfloat16())
+    optimizer = AdamW([parameter], store_param_remainders=True)
+    parameter.grad = torch.ones(99).bfloat16()
+    optimizer.step()
+    saved = optimizer.state_dict()["state"][0]
+    assert "remainder" not in saved
+    assert saved["master_param"].dtype is torch.float32
+    assert torch.equal(saved["master_param"], joined(parameter.detach(), optimizer.state[parameter]["remainder"]))
+    theirs = torch.optim.AdamW([parameter])
+    theirs.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    again = AdamW([parameter], store_param_remainders=True)
+    again.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    assert again.state[parameter]["remainder"].dtype is torch.int16
+    assert not again.state[parameter]["remainder"].any(), "cast to bfloat16 they are the weights"
 
 
 def test_a_state_without_remainders_begins_with_none():

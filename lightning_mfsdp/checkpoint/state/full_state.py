@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_mfsdp.base.containers import leaves_in, map_tensors
 from lightning_mfsdp.checkpoint.io.ranks import Ranks
-from lightning_mfsdp.checkpoint.state.optimizer import is_divided, is_packed
+from lightning_mfsdp.checkpoint.state.optimizer import is_divided, is_packed, state_by_number
 from lightning_mfsdp.engine import ParameterView
 from lightning_mfsdp.engine.internals import placed_as, view_of
 
@@ -127,7 +127,7 @@ def full_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any]:
         ValueError: On all ranks; a state tensor of a sharded parameter that has neither its shape nor one value for all ranks.
     """
     views = [view_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-    saved = optimizer.state_dict()
+    saved = state_by_number(optimizer)
     described = [_described(saved["state"].get(number, {}), view) for number, view in enumerate(views)]
     layout = _agreed(described)
     state: dict[int, dict[str, Any]] = {}
@@ -143,6 +143,8 @@ def full_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any]:
             del value  # as above
     if not keep:
         return {}
+    others = {key: value for key, value in saved["state"].items() if key not in range(len(views))}  # of no parameter
+    state.update(map_tensors(_on_host, others))
     groups = [
         {key: value.cpu() if isinstance(value, Tensor) else value for key, value in group.items()}
         for group in saved["param_groups"]

@@ -29,6 +29,7 @@ __all__ = [
     "is_packed",
     "optimizer_state",
     "plan_optimizer",
+    "state_by_number",
 ]
 
 
@@ -36,13 +37,19 @@ def optimizer_state(index: ParameterIndex, optimizer: Optimizer) -> dict[str, An
     """State of an optimizer by parameter name, for `save`: what its `state_dict()` has, mostly the optimizer's own memory.
 
     Raises:
-        ValueError: A state tensor that is sharded in another way than its parameter, or has another shape than the rows that it is of.
+        ValueError: A state tensor that is sharded in another way than its parameter, or has another shape than the rows that it is of, or
+            is of no parameter.
     """
     names_by_group, of_rows = index.names_by_group(optimizer), steps_rows(optimizer)
     names = [name for names in names_by_group for name in names]
-    saved = optimizer.state_dict()
+    saved = state_by_number(optimizer)
     state: dict[str, dict[str, Any]] = {}
     for number, values in saved["state"].items():
+        if number not in range(len(names)):
+            raise ValueError(
+                f"optimizer state of {number!r} in {type(optimizer).__name__}: expected state of parameters alone, as a sharded checkpoint "
+                'holds it by their names; use state_dict_type="full", or put it into a parameter group, whose options are saved as they are'
+            )
         name = names[number]
         view = index.views.get(name)
         state[name] = {
@@ -50,6 +57,22 @@ def optimizer_state(index: ParameterIndex, optimizer: Optimizer) -> dict[str, An
         }
     groups = [{**group, "params": names} for group, names in zip(saved["param_groups"], names_by_group, strict=True)]
     return {"state": state, "param_groups": groups}
+
+
+def state_by_number(optimizer: Optimizer) -> dict[str, Any]:
+    """What an optimizer's `state_dict()` has.
+
+    Raises:
+        ValueError: It has another form than that of `torch.optim.Optimizer`.
+    """
+    saved = optimizer.state_dict()
+    for name in ("state", "param_groups"):
+        if name not in saved:
+            raise ValueError(
+                f'{type(optimizer).__name__}.state_dict() has no "{name}", only {sorted(map(str, saved))}: a checkpoint needs the form of '
+                "torch.optim.Optimizer.state_dict, state by the number of the parameter; return that, or save weights only"
+            )
+    return saved
 
 
 @dataclass(frozen=True)
