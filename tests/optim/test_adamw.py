@@ -20,9 +20,10 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lightning_mfsdp import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer
+from lightning_mfsdp import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer, sharded_parameters
 from lightning_mfsdp.optim import AdamW
 from tests.checkpoint.internals import ParameterIndex, Ranks, full_optimizer_state, lightning_io, locate
+from tests.engine.internals import context_of
 from tests.engine.worlds import by_world, check
 from tests.helpers.chain import STRATEGIES, weights
 from tests.helpers.pairwise import in_turn
@@ -304,6 +305,28 @@ def rows_of_neighbors_are_stepped_together(rank, world):
     assert counts == [12]
 
 
+def a_parameter_takes_few_bytes_between_steps(rank, world):
+    """Of this rank's rows: main weights, compute shards beside them, and tensors of state. As a table of docs/strategies.md says."""
+    lean = MixedPrecisionPolicy(main_params_dtype=None)
+    mixed = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
+    for dtype, policy, options, expected in (
+        (torch.float32, mixed, {}, 8),
+        (torch.float32, mixed, {"state_dtype": "8bit"}, 6),
+        (torch.bfloat16, lean, {"store_param_remainders": True}, 8),
+        (torch.bfloat16, lean, LEAN, 6),
+    ):
+        model = made(dtype, policy=policy)
+        for parameter in model.parameters():
+            parameter.requires_grad_(True)
+        optimizer = fully_shard_optimizer(AdamW(groups(model), lr=0.05, **options))
+        train(model, optimizer, range(1))
+        state = [one for values in optimizer.state.values() for one in values.values() if one.dim()]
+        state_bytes = sum(one.to_local().nbytes for one in state)
+        found = sum(view.main.nbytes for view in sharded_parameters(model)) + state_bytes
+        found += sum(group.weights.extra_bytes for unit in context_of(model).units for group in unit.groups)
+        assert found == expected * sum(view.main.numel() for view in sharded_parameters(model)), options
+
+
 def with_offload_it_comes_to_the_same(rank, world):
     for dtype, options in ((torch.float32, {}), (torch.float32, {"state_dtype": "8bit"}), (torch.bfloat16, LEAN)):
         model = made(dtype, offload="optimizer")
@@ -497,6 +520,7 @@ WORLDS = {
     2: (
         it_trains_as_one_process_to_the_bit_under_every_sharding,
         rows_of_neighbors_are_stepped_together,
+        a_parameter_takes_few_bytes_between_steps,
         with_offload_it_comes_to_the_same,
         a_state_follows_to_other_dtypes_and_optimizers,
         state_from_before_sharding_moves_over,
