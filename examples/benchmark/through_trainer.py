@@ -3,6 +3,7 @@
     torchrun --standalone --nproc_per_node=4 examples/benchmark/through_trainer.py mfsdp 300m,1b
 
 Strategies: mfsdp, mfsdp-tuned (symmetric memory, spare memory for fewer gathers, gradients sharded while they accumulate),
+mfsdp-lean (the same with weights in bfloat16, whose optimizer keeps remainders; with --state-dtype bfloat16 or 8bit),
 mfsdp-no-shard (sharding="no_shard"), fsdp (FSDPStrategy, a unit for each block), model-parallel (ModelParallelStrategy
 with FSDP2's fully_shard on each block), ddp, single (SingleDeviceStrategy, for one process). Rank 0 prints one JSON line for each size,
 starting with RESULT, in the format of train.py.
@@ -31,9 +32,12 @@ from examples.benchmark.engines import Options, adamw, build
 from examples.decoder import Block, next_token_loss
 from lightning_mfsdp import MFSDPStrategy, MixedPrecisionPolicy
 
-STRATEGIES = ("mfsdp", "mfsdp-tuned", "mfsdp-no-shard", "fsdp", "model-parallel", "ddp", "single")
+STRATEGIES = ("mfsdp", "mfsdp-tuned", "mfsdp-lean", "mfsdp-no-shard", "fsdp", "model-parallel", "ddp", "single")
 # The others are given dtypes of their own.
-MIXED_BY_TRAINER = ("mfsdp", "mfsdp-tuned", "mfsdp-no-shard", "ddp", "single")
+PRECISIONS = {
+    "mfsdp-lean": "bf16-true",
+    **dict.fromkeys(("mfsdp", "mfsdp-tuned", "mfsdp-no-shard", "ddp", "single"), "bf16-mixed"),
+}
 
 
 class Timed(Callback):
@@ -72,7 +76,8 @@ class TimedDecoder(LightningModule):
         """Build, and shard where the strategy leaves that to the user."""
         if self.decoder is not None:
             return
-        self.decoder = build(self.options, torch.device("cuda", torch.cuda.current_device()))
+        dtype = torch.bfloat16 if self.strategy == "mfsdp-lean" else torch.float32
+        self.decoder = build(self.options, torch.device("cuda", torch.cuda.current_device()), dtype)
         if self.options.compiled:
             for block in self.decoder.blocks:
                 block.forward = torch.compile(block.forward)
@@ -109,10 +114,17 @@ class TimedDecoder(LightningModule):
 def strategy_of(name: str, options: Options, *, graph: bool) -> Strategy | str:
     """The strategy as a user would set it up for this model."""
     if name.startswith("mfsdp"):
-        policy = MixedPrecisionPolicy(compute_dtype=torch.bfloat16, grad_comm_dtype=options.reduce_dtype)
+        if name == "mfsdp-lean" and options.state_dtype == "float32":
+            raise SystemExit(
+                "Error: mfsdp-lean needs --state-dtype bfloat16 or 8bit: torch.optim.AdamW keeps no remainders"
+            )
+        dtypes: dict[str, Any] = (
+            {"main_params_dtype": None} if name == "mfsdp-lean" else {"compute_dtype": torch.bfloat16}
+        )
+        policy = MixedPrecisionPolicy(grad_comm_dtype=options.reduce_dtype, **dtypes)
         sharding = "no_shard" if name == "mfsdp-no-shard" else "optim_grads_params"
         tuned: dict[str, Any] = {}
-        if name == "mfsdp-tuned":
+        if name in ("mfsdp-tuned", "mfsdp-lean"):
             tuned = {"symmetric_memory": True, "reshard_after_forward": "auto", "accumulation": "sharded"}
         return MFSDPStrategy(sharding=sharding, policy=policy, cuda_graph=graph, **tuned)
     if graph:
@@ -146,7 +158,7 @@ def measure(name: str, options: Options, plan: Plan) -> dict[str, object]:
         accelerator="gpu",
         devices=dist.get_world_size(),
         strategy=strategy_of(name, options, graph=plan.graph),
-        precision="bf16-mixed" if name in MIXED_BY_TRAINER else None,
+        precision=PRECISIONS.get(name),
         max_steps=plan.warmup + plan.steps + 1,
         accumulate_grad_batches=plan.accumulation,
         gradient_clip_val=options.clip or None,

@@ -94,7 +94,8 @@ def test_a_predictor_is_measured_in_fp8_too() -> None:
 def test_a_nudged_curve_is_one_of_the_same_precision() -> None:
     for name in NAMES:
         plain, nudged = (precision_of(each) for each in (name, name + NUDGED))
-        expected = "bf16-mixed" if name.startswith("bf16") else "fp8" if name == "fp8" else "transformer-engine"
+        others = {"fp8": "fp8", "8bit-moments": "bf16-mixed", "lean": "bf16-true"}
+        expected = "bf16-mixed" if name.startswith("bf16") else others.get(name, "transformer-engine")
         assert plain.precision == nudged.precision == expected
         assert plain.keep_high_precision == nudged.keep_high_precision
         if plain.fp8 is not None and nudged.fp8 is not None:
