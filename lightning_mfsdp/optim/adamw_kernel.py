@@ -22,6 +22,7 @@ _BLOCK, _WARPS = (
 _GRADIENT_FACTOR, _STEP_FACTOR = tl.constexpr(GRADIENT_FACTOR), tl.constexpr(STEP_FACTOR)
 _MIX_1, _MIX_2 = tl.constexpr(MIX_1), tl.constexpr(MIX_2)
 _STEPS, _LEAST_EXPONENT = tl.constexpr(STEPS), tl.constexpr(LEAST_EXPONENT)
+_LEAST_ROOT = tl.constexpr(2.0**LEAST_EXPONENT)
 _LARGEST_SHARE, _SHARE_ZERO = tl.constexpr(2.0**-LEAST_SHARE), tl.constexpr(((127 + LEAST_SHARE) << 3) - 1)
 
 
@@ -63,9 +64,11 @@ def _root(code):  # type: ignore[no-untyped-def]
 def _encoded(mean, variance, root, bits):  # type: ignore[no-untyped-def]
     of_root = root.to(tl.int32, bitcast=True)
     exponent = (of_root >> 23) - (_LEAST_EXPONENT + 127)
-    code = tl.where(exponent >= 0, exponent * _STEPS + (((of_root & 0x7FFFFF) * _STEPS) >> 23) + 1, 0)
-    code = tl.minimum(code, 255)
-    low, high = _root(code), _root(code + 1)
+    step = ((of_root & 0x7FFFFF) * _STEPS) >> 23
+    power = (of_root & 0x7F800000).to(tl.float32, bitcast=True)
+    code = tl.where(exponent < 0, 0, exponent * _STEPS + step + 1)
+    low = tl.where(exponent < 0, 0.0, (step + _STEPS).to(tl.float32) * (1 / _STEPS) * power)
+    high = tl.where(exponent < 0, _LEAST_ROOT, (step + (_STEPS + 1)).to(tl.float32) * (1 / _STEPS) * power)
     low, high = low * low, high * high
     is_next = ((bits >> 16).to(tl.float32) + 0.5) * (high - low) < (variance - low) * 65536
     share = tl.where(root > 0, tl.div_rn(tl.abs(mean), tl.where(root > 0, root, 1.0)), 0.0)

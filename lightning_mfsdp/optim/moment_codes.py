@@ -51,8 +51,7 @@ def encoded_at_random(mean: Tensor, variance: Tensor, root: Tensor, bits: Tensor
         root: Of the second one.
         bits: 32 random ones for each number.
     """
-    code = _lower_code(root)
-    low, high = _root(code), _root(code + 1)
+    code, low, high = _around(root)
     low, high = low * low, high * high
     is_next = (((bits >> 16) & 0xFFFF).float() + 0.5) * (high - low) < (variance - low) * 65536
     share = torch.where(root > 0, mean.abs() / root, 0.0).clamp(max=2.0**-LEAST_SHARE)
@@ -73,9 +72,16 @@ def _root(code: Tensor) -> Tensor:
     return torch.where(code > 0, digits * power, 0.0)
 
 
-def _lower_code(root: Tensor) -> Tensor:
-    """The code of a root, or of the next smaller one."""
+def _around(root: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The largest code of at most a root, unless there are none so large; what it stands for, and the next one."""
     bits = root.view(torch.int32)
     exponent = (bits >> _DIGITS) - (_BIAS + LEAST_EXPONENT)
     step = ((bits & ((1 << _DIGITS) - 1)) * STEPS) >> _DIGITS
-    return torch.where(exponent >= 0, exponent * STEPS + step + 1, 0).clamp(max=_MOST)
+    power = (bits & (0xFF << _DIGITS)).view(torch.float32)
+    low, high = ((step + STEPS + more).float() * (1 / STEPS) * power for more in (0, 1))
+    is_least = exponent < 0
+    return (
+        torch.where(is_least, 0, exponent * STEPS + step + 1),
+        torch.where(is_least, 0.0, low),
+        torch.where(is_least, 2.0**LEAST_EXPONENT, high),
+    )
