@@ -282,6 +282,23 @@ def modules_of_the_root_run_by_themselves(rank, world):
             assert isinstance(one, DTensor), "sharded again"
 
 
+def a_graph_is_out_of_date_if_it_saved_what_was_written_unsharded_and_only_then(rank, world):
+    for sharding in STRATEGIES:
+        for name in ("bias", "weight"):
+            torch.manual_seed(0)
+            model = fully_shard(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), sharding=sharding)
+            loss = model(torch.ones(2, 3)).sum()
+            with unshard(model[1], writeback=True), torch.no_grad():
+                getattr(model[1], name).add_(1.0)
+            with (
+                nullcontext()
+                if name == "bias"
+                else pytest.raises(RuntimeError, match="modified by an inplace operation")
+            ):
+                loss.backward()
+            model(torch.ones(2, 3)).sum().backward()
+
+
 def parts_of_a_unit_are_unsharded(rank, world):
     """Also where the unit around them owns what they have, which stays sharded elsewhere."""
     for sharding in in_turn(2, STRATEGIES):
@@ -434,6 +451,7 @@ CASES = (
     forwards_that_write_in_another_dtype_are_refused_by_name,
     losses_of_parameters_have_gradients,
     modules_of_the_root_run_by_themselves,
+    a_graph_is_out_of_date_if_it_saved_what_was_written_unsharded_and_only_then,
     parts_of_a_unit_are_unsharded,
     after_a_forward_without_backward_parameters_are_sharded,
     gradients_held_back_are_cleared_and_edited_as_others,

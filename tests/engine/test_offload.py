@@ -253,6 +253,37 @@ def what_a_hook_or_the_loop_writes_after_a_step_is_seen(rank, world):
         assert_equal(outcomes[1], outcomes[0], (number, sharding))
 
 
+def rows_written_before_a_step_are_seen_in_its_closure_and_after_it(rank, world):
+    """The step casts what it steps itself, and no group without gradients."""
+    for sharding, policy, adopt in product(in_turn(1, STRATEGIES), (MixedPrecisionPolicy(), BF16), (None, True)):
+        seen = []
+        for offload in (None, "optimizer"):
+            model = sharded_chain(sharding=sharding, policy=policy, offload=offload)
+            optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), elementwise=adopt)
+            losses = train(model, optimizer, range(2), rank)
+
+            def evaluate(model: nn.Module = model, losses: list[Tensor] = losses) -> Tensor:
+                model.zero_grad()
+                losses.append(loss_of(model, inputs(2, rank)))
+                losses[-1].backward()
+                return losses[-1]
+
+            for view in sharded_parameters(model):
+                with torch.no_grad():
+                    view.local.add_(1.0)
+            optimizer.step(evaluate)
+            for view in sharded_parameters(model):
+                if view.unit == "layers.0":
+                    with torch.no_grad():
+                        view.local.add_(1.0)
+                    view.local.grad = None
+            for parameter in model.layers[0].parameters():
+                parameter.grad = None
+            optimizer.step()
+            seen.append([*losses, loss_of(model, inputs(3, rank)).detach()])
+        assert_equal(seen[1], seen[0], (sharding, policy.compute_dtype, adopt))
+
+
 def parameters_put_in_the_place_of_others_are_taken_over(rank, world):
     outcomes = []
     for offload in (None, "optimizer"):
@@ -628,6 +659,7 @@ WORLDS = {
         groups_freezing_and_several_optimizers_train_as_without,
         writes_from_elsewhere_are_seen,
         what_a_hook_or_the_loop_writes_after_a_step_is_seen,
+        rows_written_before_a_step_are_seen_in_its_closure_and_after_it,
         parameters_put_in_the_place_of_others_are_taken_over,
         what_an_optimizer_counts_in_its_groups_is_counted_once,
         hooks_schedules_and_closures_see_one_step,

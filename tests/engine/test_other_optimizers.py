@@ -472,6 +472,41 @@ def what_was_written_is_noted_before_a_step_and_beside_what_nobody_steps(rank, w
             loss.backward()
 
 
+def what_is_assigned_to_rows_is_read_by_the_next_forward_and_by_no_graph(rank, world):
+    """A graph goes on with what it saved, as in plain PyTorch."""
+    for sharding in in_turn(3, STRATEGIES):
+        gradients = []
+        for kind in (None, sharding):
+            model = two_networks(kind)
+            optimizer: Any = Restless(model.parameters(), lr=0.1)
+            if kind is not None:
+                optimizer = fully_shard_optimizer(optimizer, elementwise=True)
+            loss = model(model(torch.ones(2, 4), "generator"), "critic").mean()
+            for rows in optimizer.param_groups[0]["params"]:
+                rows.data = rows.data * 3 + 1
+            loss.backward()
+            gradients.append(whole(model.generator.weight.grad))
+            gradients.append(model(torch.ones(2, 4), "generator").detach())
+        assert torch.allclose(gradients[0], gradients[2]), sharding
+        assert torch.allclose(gradients[1], gradients[3]), sharding
+
+
+def a_step_that_raises_halfway_has_written_what_the_next_forward_reads(rank, world):
+    half = MixedPrecisionPolicy(main_params_dtype=torch.float32, compute_dtype=torch.bfloat16)
+    for sharding in in_turn(0, STRATEGIES):
+        model = sharded_chain(sharding=sharding, policy=half)
+        parameters = list(model.parameters())
+        optimizer = torch.optim.AdamW([{"params": parameters[:6]}, {"params": parameters[6:]}], lr=0.05)
+        fully_shard_optimizer(optimizer)
+        loss_of(model, inputs(0, rank)).backward()
+        optimizer.param_groups[1]["lr"] = "bad"
+        with pytest.raises(TypeError):
+            optimizer.step()
+        optimizer.param_groups[1]["lr"] = 0.05
+        optimizer.zero_grad()
+        assert_forward_sees(model, sharding)
+
+
 def halve_in_place(parameter: Tensor) -> None:
     with torch.no_grad():
         parameter.mul_(0.5)
@@ -591,6 +626,8 @@ TWO = (
     an_optimizer_that_clips_its_rows_leaves_graphs_of_other_parameters_alone,
     what_a_graph_does_not_read_may_be_written,
     what_was_written_is_noted_before_a_step_and_beside_what_nobody_steps,
+    what_is_assigned_to_rows_is_read_by_the_next_forward_and_by_no_graph,
+    a_step_that_raises_halfway_has_written_what_the_next_forward_reads,
     forward_sees_what_somebody_writes_to_rows_that_an_optimizer_of_torch_holds,
     an_optimizer_that_climbs_first_trains_rows_like_one_process,
     a_closure_finds_weights_that_a_step_wrote_before_it,
@@ -620,6 +657,8 @@ WORLDS = {
         an_optimizer_that_clips_its_rows_leaves_graphs_of_other_parameters_alone,
         what_a_graph_does_not_read_may_be_written,
         what_was_written_is_noted_before_a_step_and_beside_what_nobody_steps,
+        what_is_assigned_to_rows_is_read_by_the_next_forward_and_by_no_graph,
+        a_step_that_raises_halfway_has_written_what_the_next_forward_reads,
         forward_sees_what_somebody_writes_to_rows_that_an_optimizer_of_torch_holds,
     ),
     2: TWO,

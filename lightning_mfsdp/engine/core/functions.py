@@ -93,6 +93,9 @@ def unshard(module: nn.Module, *, writeback: bool = False) -> Iterator[None]:
                 if writeback:
                     with torch.no_grad():
                         group.write(index, entry.piece.own_part(parameter.detach()))
+                    if parameter._version:
+                        group.weights.versions.outdate([index])
+                    group.weights.know_row(index)
                 entry.at_rest = entry.sharded
                 entry.show(
                     entry.full if group.weights.registered else entry.sharded
@@ -105,10 +108,11 @@ def _show_full(group: ParameterGroup, indices: list[int]) -> list[nn.Parameter]:
     """Gather main weights of a group into memory of their own and show them in the module."""
     entries = [group.entries[index] for index in indices]
     with torch.inference_mode(False), torch.no_grad():
-        parameters = [
-            nn.Parameter(value, requires_grad=entry.full.requires_grad)
-            for entry, value in zip(entries, _gathered(group, indices), strict=True)
-        ]
+        parameters = []
+        for entry, value in zip(entries, _gathered(group, indices), strict=True):
+            # With a version counter of its own, which begins at 0: views of a buffer share one.
+            parameters.append(nn.Parameter(value.new_empty(0), requires_grad=entry.full.requires_grad))
+            compat.set_data(parameters[-1], value)
     for entry, parameter in zip(entries, parameters, strict=True):
         entry.at_rest = parameter
         entry.show(parameter)

@@ -117,6 +117,7 @@ class Weights:
         leases: How many units compute with them.
         age: Of the compute shard, or of what was gathered where there is none.
         known_rows: Local rows, which have version counters of their own, and what these were when they were last checked.
+        cast_versions: What they were when an optimizer cast the main weight, which is in host memory, to the compute shard.
         lost_writes: Unsharded parameters that a forward wrote to, though main weights of another dtype cannot adopt that.
         client: Holds pooled buffers for the unsharded weight.
         is_sharded: It is unsharded only while it is used: gathered from other ranks, or at least cast.
@@ -137,6 +138,7 @@ class Weights:
         self._read_by_backward = 1 << (len(owner.spec.planes) - 1)
         self._nothing = self._stand_ins(owner.device)  # what resharded parameters are pointed at
         self.known_rows: list[tuple[Tensor, int]] = []
+        self.cast_versions: list[int] = []
         self._event: Event = None  # after the all-gather
         self._lane: GatherLane  # of its root
         self.versions = Versions([entry.full for entry in self._entries])
@@ -229,6 +231,9 @@ class Weights:
         """What was written to local rows until now is known."""
         self.known_rows = [(entry.local, entry.local._version) for entry in self._entries]
 
+    def _row_versions(self) -> list[int]:
+        return [entry.local._version for entry in self._entries]
+
     def know_row(self, index: int) -> None:
         """Likewise of one of them."""
         local = self._entries[index].local
@@ -243,7 +248,7 @@ class Weights:
         if not self.shards or self._spec.codec is not None:
             return [], []
         is_part = self._host_buffer is None and self._main.dtype == self.shards[0].dtype  # of the compute shard
-        is_cast = self._host_buffer is not None and not self.take_written() and age is Age.STEPPED
+        is_cast = age is Age.STEPPED and bool(self.cast_versions) and self.cast_versions == self._row_versions()
         if is_part or is_cast:
             return [], []
         return self.shards[0].part(self._main.extent).segments, self._main.segments
@@ -268,6 +273,7 @@ class Weights:
         """Bring the own part of the compute shard up to date with a copy of the main weight. A codec does that at the next refresh."""
         if self._spec.codec is not None:
             return
+        self.cast_versions = self._row_versions()
         if self.present and not self.registered:
             self.reshard()  # a prefetching all-gather may still read it
         compat.foreach_copy_(self.shards[0].part(self._main.extent).segments, main.segments)

@@ -44,20 +44,32 @@ class Writes:
         self._watched[reference] = rows_are_held or self._watched.get(reference, False)
 
     def look(self) -> None:
-        """Detect what was written to local rows that are watched."""
-        written = False
+        """Detect what was written to local rows that are watched, or assigned to their `data`."""
+        assigned = False
         for reference, rows_are_held in self._watched.items():
+            if rows_are_held and (group := reference()) is not None and group.weights.take_assigned():
+                assigned = True
+        if assigned:
+            self.weights += 1
+            self._outdate_watched()
+        self.look_at_versions()
+
+    def look_at_versions(self) -> None:
+        """Detect what was written. What was assigned is read from the next pass on: a graph goes on with what it saved."""
+        written = False
+        for reference in self._watched:
             if (group := reference()) is not None:
-                if rows_are_held and group.weights.take_assigned():
-                    written = True
                 for row, known in group.weights.known_rows:  # inline, since this is done twice in every step
                     if row._version != known:
                         written = group.weights.take_written()
                         break
         if written:
             self.weights += 1
-            # All of them, since a rank without rows of one may not have written to it.
-            self.outdate(group for reference in self._watched if (group := reference()) is not None)
+            self._outdate_watched()
+
+    def _outdate_watched(self) -> None:
+        """All of them, since a rank without rows of one may not have written to it."""
+        self.outdate(group for reference in self._watched if (group := reference()) is not None)
 
     def to_weights(self, groups: Iterable[ParameterGroup]) -> None:
         """Main weights of some groups were written."""

@@ -306,9 +306,13 @@ class _ShardedStep:
             root.optimizers.works_on_tensors(own_code)
 
     def finish(self) -> None:
-        """The optimizer's own code has raised."""
+        """The optimizer's own code has raised, and may have written some rows."""
         if (optimizer := self._optimizer()) is not None:
             self._held.end_unfinished(optimizer)
+        for reference, indices in self._groups:
+            if (group := reference()) is not None and (root := group.root()) is not None:
+                group.weights.versions.outdate(indices)
+                root.writes.to_weights([group])
         self._note_own_code(None)
         self._running_in, self._own_code = [], None
 
