@@ -542,6 +542,22 @@ def forward_sees_what_somebody_writes_to_rows_that_an_optimizer_of_torch_holds(r
                 assert_forward_sees(model, case)
 
 
+def forward_sees_what_is_written_to_local_rows_of_any_representation(rank, world):
+    half = MixedPrecisionPolicy(main_params_dtype=torch.float32, compute_dtype=torch.bfloat16)
+    ways: list[Callable[[Tensor], Any]] = [
+        lambda parameter: parameter.to_local(),
+        lambda parameter: parameter.data.to_local(),
+        lambda parameter: parameter.detach().to_local(),
+    ]
+    for sharding, (number, way) in product(in_turn(2, STRATEGIES), enumerate(ways)):
+        model = sharded_chain(sharding=sharding, policy=half)
+        fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        loss_of(model, inputs(0))
+        for parameter in model.parameters():
+            halve_in_place(way(parameter))
+        assert_forward_sees(model, (sharding, number))
+
+
 def sharpness_of_one_process(one_call: bool, world: int) -> dict[str, Tensor]:
     model = double_chain(plain_chain)
     sharpen(model, Sharpness(model.parameters()), list(range(world)), one_call)
@@ -629,6 +645,7 @@ TWO = (
     what_is_assigned_to_rows_is_read_by_the_next_forward_and_by_no_graph,
     a_step_that_raises_halfway_has_written_what_the_next_forward_reads,
     forward_sees_what_somebody_writes_to_rows_that_an_optimizer_of_torch_holds,
+    forward_sees_what_is_written_to_local_rows_of_any_representation,
     an_optimizer_that_climbs_first_trains_rows_like_one_process,
     a_closure_finds_weights_that_a_step_wrote_before_it,
     what_no_optimizer_wrote_is_not_gathered_again,

@@ -101,6 +101,9 @@ def _operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if writes_in_place(func, args, kwargs) or any(operand.stepping for operand in operands):
             raise  # an optimizer would gather whole weights in every step
         return use_whole(func, args, kwargs)
+    if isinstance(result, ShardedTensor) and getattr(func, "__name__", "") == "detach":
+        # Below autograd it was given a version counter of its own, and writes to its `to_local()` would be unnoticed.
+        result._local_tensor = operands[0]._local_tensor.detach()
     if copies(func) and isinstance(result, ShardedTensor) and result is not args[0] and result.requires_grad:
         source = args[0]
         result.copy_of = CopyOf(source if source.copy_of is None else source.copy_of.parameter, result.grad_fn)
