@@ -507,6 +507,21 @@ def a_step_that_raises_halfway_has_written_what_the_next_forward_reads(rank, wor
         assert_forward_sees(model, sharding)
 
 
+def ranks_may_write_different_rows_before_a_backward_that_saved_none_of_them(rank, world):
+    """A clamp that only some ranks need; it is seen in the next pass."""
+    for sharding in in_turn(0, STRATEGIES):
+        model = sharded_chain(sharding=sharding)
+        optimizer = fully_shard_optimizer(Restless(model.parameters(), lr=0.1), elementwise=True)
+        loss = loss_of(model, inputs(0, rank))
+        if rank == 0:
+            for rows in optimizer.param_groups[0]["params"]:
+                if rows.dim() == 1:
+                    halve_in_place(rows)
+        loss.backward()
+        optimizer.step()
+        assert_forward_sees(model, sharding)
+
+
 def halve_in_place(parameter: Tensor) -> None:
     with torch.no_grad():
         parameter.mul_(0.5)
@@ -644,6 +659,7 @@ TWO = (
     what_was_written_is_noted_before_a_step_and_beside_what_nobody_steps,
     what_is_assigned_to_rows_is_read_by_the_next_forward_and_by_no_graph,
     a_step_that_raises_halfway_has_written_what_the_next_forward_reads,
+    ranks_may_write_different_rows_before_a_backward_that_saved_none_of_them,
     forward_sees_what_somebody_writes_to_rows_that_an_optimizer_of_torch_holds,
     forward_sees_what_is_written_to_local_rows_of_any_representation,
     an_optimizer_that_climbs_first_trains_rows_like_one_process,

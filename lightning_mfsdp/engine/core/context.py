@@ -271,7 +271,7 @@ class Context:
         del end  # the traceback of an error below may be kept, and only autograd may hold it
         self.interrupt()
         self.optimizers.finish()
-        self.writes.look_at_versions()
+        self.writes.outdate_graphs()
         self._show_for_backward()
         self._begin_reductions(is_idle=not self._trains())
 

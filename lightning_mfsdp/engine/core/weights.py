@@ -219,13 +219,14 @@ class Weights:
         """
         for row, known in self.known_rows:
             if row._version != known:
-                break
-        else:
-            return False
-        written = [index for index, (row, known) in enumerate(self.known_rows) if row._version != known]
-        self.versions.outdate(written)
-        self.know_rows()
-        return True
+                self.versions.outdate(self.written_rows())
+                self.know_rows()
+                return True
+        return False
+
+    def written_rows(self) -> list[int]:
+        """Which local rows were written since `take_written`, by index."""
+        return [index for index, (row, known) in enumerate(self.known_rows) if row._version != known]
 
     def know_rows(self) -> None:
         """What was written to local rows until now is known."""

@@ -45,31 +45,32 @@ class Writes:
 
     def look(self) -> None:
         """Detect what was written to local rows that are watched, or assigned to their `data`."""
-        assigned = False
+        found = False
         for reference, rows_are_held in self._watched.items():
-            if rows_are_held and (group := reference()) is not None and group.weights.take_assigned():
-                assigned = True
-        if assigned:
+            if (group := reference()) is not None:
+                if rows_are_held and group.weights.take_assigned():
+                    found = True
+                for row, known in group.weights.known_rows:  # inline, since this is done in every step
+                    if row._version != known:
+                        group.weights.take_written()
+                        found = True
+                        break
+        if found:
             self.weights += 1
-            self._outdate_watched()
-        self.look_at_versions()
+            # All of them, since a rank without rows of one may not have written to it.
+            self.outdate(group for reference in self._watched if (group := reference()) is not None)
 
-    def look_at_versions(self) -> None:
-        """Detect what was written. What was assigned is read from the next pass on: a graph goes on with what it saved."""
-        written = False
+    def outdate_graphs(self) -> None:
+        """A backward begins: graphs that saved parameters whose rows were written since are out of date.
+
+        Compute shards are refreshed from the next pass on. Ranks may differ in what was written, and here they would gather differently.
+        """
         for reference in self._watched:
             if (group := reference()) is not None:
-                for row, known in group.weights.known_rows:  # inline, since this is done twice in every step
+                for row, known in group.weights.known_rows:
                     if row._version != known:
-                        written = group.weights.take_written()
+                        group.weights.versions.outdate(group.weights.written_rows())
                         break
-        if written:
-            self.weights += 1
-            self._outdate_watched()
-
-    def _outdate_watched(self) -> None:
-        """All of them, since a rank without rows of one may not have written to it."""
-        self.outdate(group for reference in self._watched if (group := reference()) is not None)
 
     def to_weights(self, groups: Iterable[ParameterGroup]) -> None:
         """Main weights of some groups were written."""

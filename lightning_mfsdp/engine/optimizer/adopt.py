@@ -309,9 +309,8 @@ class _ShardedStep:
         """The optimizer's own code has raised, and may have written some rows."""
         if (optimizer := self._optimizer()) is not None:
             self._held.end_unfinished(optimizer)
-        for reference, indices in self._groups:
+        for reference, _ in self._groups:
             if (group := reference()) is not None and (root := group.root()) is not None:
-                group.weights.versions.outdate(indices)
                 root.writes.to_weights([group])
         self._note_own_code(None)
         self._running_in, self._own_code = [], None

@@ -69,6 +69,7 @@ class FlatRows:
         self._where = slice(start, start + length)
         with torch.inference_mode(False):
             self.rows = nn.Parameter(group.main.segments[segment][self._where])
+        self._version = 0  # of `rows` when the step began
 
     # -- in a step -----------------------------------------------------------------------------------------------------
 
@@ -84,6 +85,7 @@ class FlatRows:
 
     def begin_step(self) -> None:
         """Give the flat tensor the gradients of its members, if they have any."""
+        self._version = self.rows._version
         if self.members[0].local.grad is not None and (group := self._group()) is not None:
             self.rows.grad = group.gradients.main.of_optimizer.segments[self._segment][self._where]
 
@@ -99,6 +101,8 @@ class FlatRows:
             for member in self.members:
                 if member.local.grad is views[member.index]:
                     member.local.grad = None
+        if group is not None and self.rows._version != self._version:
+            group.weights.versions.outdate([member.index for member in self.members])
         self.end_step()
 
     # -- state ---------------------------------------------------------------------------------------------------------
