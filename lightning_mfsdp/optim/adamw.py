@@ -140,9 +140,8 @@ class AdamW(ElementwiseOptimizer):
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """As of any optimizer. Moments of 8 bits are shown by their values in bfloat16, and remainders as weights in float32."""
-        handle = self.register_state_dict_post_hook(
-            _show_values, prepend=True
-        )  # of what is stepped: hooks may show it otherwise
+        # The first one, which has what is stepped: others may show it otherwise.
+        handle = self.register_state_dict_post_hook(_show_values, prepend=True)
         try:
             return super().state_dict()
         finally:
@@ -240,7 +239,10 @@ def _show_values(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
 
 def _shown(parameter: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
     shown = {**values, **_values(values)}
-    if isinstance(remainder := shown.pop(_REMAINDER, None), Tensor):
+    remainder = shown.pop(_REMAINDER, None)
+    if (
+        isinstance(remainder, Tensor) and parameter.dtype is torch.bfloat16
+    ):  # else the program has converted the weight since
         shown[_MASTER] = _like(remainder, joined(_local(parameter), _local(remainder)))
     return shown
 

@@ -47,6 +47,7 @@ def test_a_weight_that_was_converted_since_has_no_remainder():
         layer(torch.ones(2, 4).bfloat16()).sum().backward()
         optimizer.step()
         layer.to(dtype)
+        assert all("master_param" not in values for values in optimizer.state_dict()["state"].values())
         before = layer.weight.detach().clone()
         layer(torch.ones(2, 4, dtype=dtype)).sum().backward()
         optimizer.step()
