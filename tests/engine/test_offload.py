@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from lightning_mfsdp import EngineStateError
 from lightning_mfsdp.engine import (
     MixedPrecisionPolicy,
+    ParameterView,
     ShardingError,
     capture_step,
     clip_grad_norm_,
@@ -255,6 +256,14 @@ def what_a_hook_or_the_loop_writes_after_a_step_is_seen(rank, world):
 
 def rows_written_before_a_step_are_seen_in_its_closure_and_after_it(rank, world):
     """The step casts what it steps itself, and no group without gradients."""
+
+    def write(view: ParameterView, assigns: bool | None) -> None:
+        with torch.no_grad():
+            if assigns:
+                view.local.data = view.local.data + 1.0
+            else:
+                view.local.add_(1.0)
+
     for sharding, policy, adopt in product(in_turn(1, STRATEGIES), (MixedPrecisionPolicy(), BF16), (None, True)):
         seen = []
         for offload in (None, "optimizer"):
@@ -269,13 +278,11 @@ def rows_written_before_a_step_are_seen_in_its_closure_and_after_it(rank, world)
                 return losses[-1]
 
             for view in sharded_parameters(model):
-                with torch.no_grad():
-                    view.local.add_(1.0)
+                write(view, assigns=adopt)
             optimizer.step(evaluate)
             for view in sharded_parameters(model):
                 if view.unit == "layers.0":
-                    with torch.no_grad():
-                        view.local.add_(1.0)
+                    write(view, assigns=False)
                     view.local.grad = None
             for parameter in model.layers[0].parameters():
                 parameter.grad = None

@@ -210,6 +210,7 @@ class Weights:
                 with torch.no_grad():
                     rows.copy_(entry.local)
                 compat.set_data(entry.local, rows)
+        self.cast_versions = []  # an assignment moves no counter
         return found
 
     def take_written(self) -> bool:
@@ -232,13 +233,13 @@ class Weights:
         """What was written to local rows until now is known."""
         self.known_rows = [(entry.local, entry.local._version) for entry in self._entries]
 
-    def _row_versions(self) -> list[int]:
-        return [entry.local._version for entry in self._entries]
-
     def know_row(self, index: int) -> None:
-        """Likewise of one of them."""
+        """What was written to one of them until now is known."""
         local = self._entries[index].local
         self.known_rows[index] = (local, local._version)
+
+    def _row_versions(self) -> list[int]:
+        return [entry.local._version for entry in self._entries]
 
     def updates(self) -> tuple[list[Tensor], list[Tensor]]:
         """What to copy where (targets, sources) so that the own part of the compute shard equals the main weight; it counts as done.
