@@ -186,7 +186,7 @@ READ_MORE: Mapping[str, str] = {
     "FusedAdam(capturable=True)": "fp8.md#fusedadam",
     "FusedAdam(master_weights=True": "fp8.md#fusedadam",
     "(use_decoupled_grad=True) would find": "fp8.md#fusedadam",
-    "use_decoupled_grad needs one FusedAdam": "fp8.md#fusedadam",
+    "use_decoupled_grad needs one optimizer": "fp8.md#fusedadam",
     "computes in float16 and there is no loss scaling": "precision.md#loss-scaling-in-your-own-loop",
     "under loss scaling: the optimizer removes": "precision.md#loss-scaling-in-your-own-loop",
     "Muon: parameter … of shape": "strategies.md#muon",

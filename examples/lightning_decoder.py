@@ -123,7 +123,9 @@ class LightningDecoder(LightningModule):
         optimizer: torch.optim.Optimizer = (
             torch.optim.AdamW(groups, **options, fused=fused)
             if self.moments == "float32"
-            else AdamW(groups, **options, state_dtype=self.moments, store_param_remainders=True)
+            else AdamW(
+                groups, **options, state_dtype=self.moments, store_param_remainders=True, use_decoupled_grad=True
+            )
         )
         total = self.total_steps or int(self.trainer.estimated_stepping_batches)
 

@@ -115,9 +115,8 @@ def adamw(parameters: Any, options: Options | None = None) -> torch.optim.Optimi
     if options is not None and options.state_dtype != "float32":
         from lightning_mfsdp.optim import AdamW
 
-        return AdamW(
-            parameters, lr=1e-5, weight_decay=0.1, state_dtype=options.state_dtype, store_param_remainders=True
-        )
+        lean = {"store_param_remainders": True, "use_decoupled_grad": True}  # of weights in bfloat16
+        return AdamW(parameters, lr=1e-5, weight_decay=0.1, state_dtype=options.state_dtype, **lean)
     return torch.optim.AdamW(parameters, lr=1e-5, weight_decay=0.1, fused=True)
 
 

@@ -120,7 +120,7 @@ def table(runs: list[dict[str, Any]]) -> str:
 
 
 def plot(runs: list[dict[str, Any]], path: Path) -> None:
-    """Running means over ten steps, and below them the distance from the first run."""
+    """Running means over ten steps, and below them the distance from the mean of the first kind; a color for each kind."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -128,14 +128,18 @@ def plot(runs: list[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(8, 6), layout="constrained")
     FigureCanvasAgg(figure)
     above, below = figure.subplots(2, 1, sharex=True)
+    kinds = [START.sub("", run["name"].removesuffix(NUDGED)) + NUDGED * run["name"].endswith(NUDGED) for run in runs]
     smooth = [torch.tensor(run["training"]).unfold(0, window, 1).mean(-1) for run in runs]
-    for run, curve in zip(runs, smooth, strict=True):
+    first = torch.stack([curve for curve, kind in zip(smooth, kinds, strict=True) if kind == kinds[0]]).mean(0)
+    colors = {kind: f"C{number}" for number, kind in enumerate(dict.fromkeys(kinds))}
+    for number, (curve, kind) in enumerate(zip(smooth, kinds, strict=True)):
+        label = kind if kinds.index(kind) == number else None
         steps = range(window, window + len(curve))
-        above.plot(steps, curve, linewidth=0.8, label=run["name"])
-        below.plot(steps, curve / smooth[0] - 1, linewidth=0.8)
+        above.plot(steps, curve, linewidth=0.8, color=colors[kind], label=label)
+        below.plot(steps, curve / first - 1, linewidth=0.8, color=colors[kind])
     above.set(ylabel="bits per byte", yscale="log")
     above.legend()
-    below.set(xlabel="optimizer step", ylabel=f"relative to {runs[0]['name']}")
+    below.set(xlabel="optimizer step", ylabel=f"relative to {kinds[0]}")
     figure.savefig(path, dpi=120)
 
 

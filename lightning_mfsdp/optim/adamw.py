@@ -57,6 +57,9 @@ class AdamW(ElementwiseOptimizer):
     `store_param_remainders=True` state has what each lacks of a weight in float32, 2 bytes, and training is that of weights in float32.
     `state_dict()` has these weights, under the name that Transformer Engine gives them, "master_param".
 
+    Gradients of such weights are rounded to bfloat16 for the step, as `.grad` has the dtype of its parameter. With
+    `use_decoupled_grad=True` it has the dtype in which gradients were summed (`main_grads_dtype`), and no copy is made.
+
     Args:
         params: Parameters of real numbers, or parameter groups.
         lr: Learning rate.
@@ -67,6 +70,7 @@ class AdamW(ElementwiseOptimizer):
         state_dtype: Of the moments: "bfloat16"; "8bit"; or "float32", which rounds as `torch.optim.AdamW` does for weights in float32. It
             is no part of a checkpoint: what is loaded is converted.
         store_param_remainders: Keep what weights in bfloat16 lack of float32, under the name "remainder". Others have none.
+        use_decoupled_grad: Under this package have gradients in `main_grads_dtype`, in `.grad`. Elsewhere it changes nothing.
 
     Raises:
         ValueError: An option out of its range or not of this optimizer, a complex parameter, or weights in float64 with moments in 8 bits.
@@ -83,17 +87,19 @@ class AdamW(ElementwiseOptimizer):
         maximize: bool = False,
         state_dtype: Literal["bfloat16", "8bit", "float32"] = "bfloat16",
         store_param_remainders: bool = False,
+        use_decoupled_grad: bool = False,
     ) -> None:
         if state_dtype not in _DTYPES:
             raise ValueError(f'AdamW: option state_dtype={state_dtype!r}: expected "bfloat16", "8bit" or "float32"')
         self.state_dtype, self.store_param_remainders = state_dtype, store_param_remainders
+        self.use_decoupled_grad = use_decoupled_grad  # the engine asks for it
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, {**defaults, **_OF_TORCH})
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickling and copying."""
-        own = {"state_dtype": self.state_dtype, "store_param_remainders": self.store_param_remainders}
-        return {**super().__getstate__(), **own}
+        names = ("state_dtype", "store_param_remainders", "use_decoupled_grad")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Also the end of `load_state_dict`: moments take this optimizer's dtype."""
@@ -165,7 +171,7 @@ class AdamW(ElementwiseOptimizer):
         Raises:
             ValueError: As the constructor.
         """
-        for name in ("state_dtype", "store_param_remainders", *_OF_TORCH):
+        for name in ("state_dtype", "store_param_remainders", "use_decoupled_grad", *_OF_TORCH):
             if param_group.get(name) not in (None, False, _OF_TORCH.get(name)):
                 raise ValueError(
                     f"AdamW: option {name}={param_group[name]!r} of a parameter group: expected none of that name; leave it out"

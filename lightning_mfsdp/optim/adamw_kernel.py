@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_mfsdp.optim.adamw_rule import GRADIENT_FACTOR, MIX_1, MIX_2, STEP_FACTOR, Rule
-from lightning_mfsdp.optim.moment_codes import LEAST_EXPONENT, LEAST_SHARE, STEPS
+from lightning_mfsdp.optim.moment_codes import BEND, BEND_STEPS, LEAST_EXPONENT, LEAST_SHARE, STEPS
 
 __all__ = ["step_in_one_pass_"]
 
@@ -22,7 +22,8 @@ _BLOCK, _WARPS = (
 _GRADIENT_FACTOR, _STEP_FACTOR = tl.constexpr(GRADIENT_FACTOR), tl.constexpr(STEP_FACTOR)
 _MIX_1, _MIX_2 = tl.constexpr(MIX_1), tl.constexpr(MIX_2)
 _STEPS, _LEAST_EXPONENT = tl.constexpr(STEPS), tl.constexpr(LEAST_EXPONENT)
-_LEAST_ROOT = tl.constexpr(2.0**LEAST_EXPONENT)
+_ROOTS = tl.constexpr(2.0**-LEAST_EXPONENT)
+_BEND_STEPS, _BEND = tl.constexpr(BEND_STEPS), tl.constexpr(BEND)
 _LARGEST_SHARE, _SHARE_ZERO = tl.constexpr(2.0**-LEAST_SHARE), tl.constexpr(((127 + LEAST_SHARE) << 3) - 1)
 
 
@@ -61,16 +62,15 @@ def _root(code):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _encoded(mean, variance, root, bits):  # type: ignore[no-untyped-def]
+def _encoded(mean, root, bits):  # type: ignore[no-untyped-def]
     of_root = root.to(tl.int32, bitcast=True)
-    exponent = (of_root >> 23) - (_LEAST_EXPONENT + 127)
-    step = ((of_root & 0x7FFFFF) * _STEPS) >> 23
-    power = (of_root & 0x7F800000).to(tl.float32, bitcast=True)
+    exponent = ((of_root >> 23) & 0xFF) - (_LEAST_EXPONENT + 127)
+    digits = (of_root & 0x7FFFFF) * _STEPS
+    step, way = digits >> 23, (digits & 0x7FFFFF).to(tl.float32) * (1 / 0x800000)
+    chance = way - way * (1 - way) * ((step - _BEND_STEPS).to(tl.float32) * _BEND)
+    chance = tl.where(exponent < 0, root * _ROOTS, chance)
     code = tl.where(exponent < 0, 0, exponent * _STEPS + step + 1)
-    low = tl.where(exponent < 0, 0.0, (step + _STEPS).to(tl.float32) * (1 / _STEPS) * power)
-    high = tl.where(exponent < 0, _LEAST_ROOT, (step + (_STEPS + 1)).to(tl.float32) * (1 / _STEPS) * power)
-    low, high = low * low, high * high
-    is_next = ((bits >> 16).to(tl.float32) + 0.5) * (high - low) < (variance - low) * 65536
+    is_next = (bits >> 16).to(tl.float32) + 0.5 < chance * 65536
     share = tl.where(root > 0, tl.div_rn(tl.abs(mean), tl.where(root > 0, root, 1.0)), 0.0)
     share = tl.where(share < _LARGEST_SHARE, share, _LARGEST_SHARE)  # also what is not a number
     at_random = (bits & 0xFFFF).to(tl.int32)
@@ -141,7 +141,7 @@ def _step(  # type: ignore[no-untyped-def]
         bits = (bits ^ (bits >> 13)) * _MIX_2
         bits = bits ^ (bits >> 16)
     if IS_CODED:
-        first, second = _encoded(first, second, root_after, bits)
+        first, second = _encoded(first, root_after, bits)
     elif IS_STOCHASTIC:
         first, second = _rounded(first, bits & 0xFFFF), _rounded(second, bits >> 16)
     tl.store(means + at, first.to(means.dtype.element_ty), mask=inside)

@@ -105,9 +105,7 @@ def _step(
     denominator = root / rule.root + rule.eps
     new = old * rule.keep - first * rule.step_size / denominator
     if is_coded:
-        first, second = encoded_at_random(
-            first.float(), second.float(), root.float(), _random_bits(old, grad, rule.step)
-        )
+        first, second = encoded_at_random(first.float(), root.float(), _random_bits(old, grad, rule.step))
     elif mean.dtype is torch.bfloat16:
         bits = _random_bits(old, grad, rule.step)
         first, second = _rounded(first, bits & 0xFFFF), _rounded(second, (bits >> 16) & 0xFFFF)

@@ -13,10 +13,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["LEAST_EXPONENT", "LEAST_SHARE", "STEPS", "decoded", "encoded", "encoded_at_random"]
+__all__ = ["BEND", "BEND_STEPS", "LEAST_EXPONENT", "LEAST_SHARE", "STEPS", "decoded", "encoded", "encoded_at_random"]
 
 STEPS = 6  # roots between two powers of two
 LEAST_EXPONENT, LEAST_SHARE = -32, -11  # of the smallest root and share, which are powers of two
+BEND_STEPS = 2 * STEPS - 1
+BEND = 1 / (4 * STEPS * BEND_STEPS)
 _MOST, _MOST_SHARE = 255, 127
 _BIAS, _DIGITS = 127, 23  # of a float32
 _DROPPED = 20  # of its digits; a share keeps three
@@ -38,22 +40,21 @@ def decoded(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
 def encoded(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
     """The codes nearest to moments: those that they were decoded from, also if they were rounded to bfloat16 since."""
     half = torch.full_like(mean, 0x8000 << 16 | 0x8000, dtype=torch.int64).to(torch.int32)
-    variance = variance.float()
-    return encoded_at_random(mean.float(), variance, variance.double().sqrt().float(), half)
+    return encoded_at_random(mean.float(), variance.double().sqrt().float(), half)
 
 
-def encoded_at_random(mean: Tensor, variance: Tensor, root: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
-    """One of two codes around each moment, by chances such that their mean is the second moment, and the share of the first one.
+def encoded_at_random(mean: Tensor, root: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
+    """One of two codes around the root of a second moment, and around the share of the first one, by chances that are right on the mean.
+
+    Roots are so that steps are as long as with exact ones: docs/design/moments.md.
 
     Args:
         mean: First moment, float32.
-        variance: Second one, at least 0.
-        root: Of the second one.
+        root: Of the second moment, float32, at least 0.
         bits: 32 random ones for each number.
     """
-    code, low, high = _around(root)
-    low, high = low * low, high * high
-    is_next = (((bits >> 16) & 0xFFFF).float() + 0.5) * (high - low) < (variance - low) * 65536
+    code, chance = _around(root)
+    is_next = ((bits >> 16) & 0xFFFF).float() + 0.5 < chance * 65536
     share = torch.where(root > 0, mean.abs() / root, 0.0).clamp(max=2.0**-LEAST_SHARE)
     rounded = ((share.view(torch.int32) + ((bits & 0xFFFF) << 4) + 8) >> _DROPPED) - _SHARE_ZERO
     is_least = (bits & 0xFFFF).float() + 0.5 < share * 2.0 ** (16 - LEAST_SHARE)
@@ -72,16 +73,17 @@ def _root(code: Tensor) -> Tensor:
     return torch.where(code > 0, digits * power, 0.0)
 
 
-def _around(root: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The largest code of at most a root, unless there are none so large; what it stands for, and the next one."""
+def _around(root: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest code of at most a root, unless there are none so large, and the chance of the next one."""
     bits = root.view(torch.int32)
-    exponent = (bits >> _DIGITS) - (_BIAS + LEAST_EXPONENT)
-    step = ((bits & ((1 << _DIGITS) - 1)) * STEPS) >> _DIGITS
-    power = (bits & (0xFF << _DIGITS)).view(torch.float32)
-    low, high = ((step + STEPS + more).float() * (1 / STEPS) * power for more in (0, 1))
+    exponent = ((bits >> _DIGITS) & 0xFF) - (_BIAS + LEAST_EXPONENT)  # what is not a number has the largest
+    digits = (bits & ((1 << _DIGITS) - 1)) * STEPS
+    step = digits >> _DIGITS
+    way = (digits & ((1 << _DIGITS) - 1)).float() * 2.0**-_DIGITS  # from this code to the next one
+    # The square root of the root is right on the mean: the last factor is about a quarter of the distance as a share of the root.
+    chance = way + way * (1 - way) * ((BEND_STEPS - step).float() * BEND)
     is_least = exponent < 0
     return (
         torch.where(is_least, 0, exponent * STEPS + step + 1),
-        torch.where(is_least, 0.0, low),
-        torch.where(is_least, 2.0**LEAST_EXPONENT, high),
+        torch.where(is_least, root * 2.0**-LEAST_EXPONENT, chance),
     )

@@ -335,6 +335,36 @@ def with_offload_it_comes_to_the_same(rank, world):
         assert_equal(model, optimizer, reference(world, 3, dtype, **options), f"offload {options}")
 
 
+def with_decoupled_gradients_none_is_rounded_to_bfloat16(rank, world):
+    """Sums of microbatches and ranks have more digits: training is that of one process with weights and gradients in float32."""
+    plain = Model().bfloat16().float()
+    wide = AdamW(groups(plain), lr=0.05, state_dtype="8bit")
+    for step in range(3):
+        for more in (0, 50):
+            (plain(step + more) * 3 * world).backward()
+        wide.step()
+        wide.zero_grad()
+    expected = {name: divided(parameter.detach())[0] for name, parameter in plain.named_parameters()}
+    masters = [
+        parameter.detach() for group in groups(plain) for parameter in group["params"] if parameter.requires_grad
+    ]
+    everywhere: list[dict[str, Any]] = [{"sharding": sharding} for sharding in in_turn(world, STRATEGIES)]
+    for options in (*everywhere, {"offload": "optimizer"}):
+        model = made(torch.bfloat16, **options)
+        optimizer = fully_shard_optimizer(AdamW(groups(model), lr=0.05, **LEAN, use_decoupled_grad=True))
+        for step in range(3):
+            for more in (0, 50):
+                (model(step + more) * 3).backward()
+            assert {one.grad.dtype for one in model.parameters() if one.grad is not None} == {torch.float32}
+            optimizer.step()
+            optimizer.zero_grad()
+        for name, value in weights(model).items():
+            assert torch.equal(value, expected[name]), f"{options} {name}"
+        saved = full_optimizer_state(optimizer, keep=True)["state"]
+        for found, master in zip(saved.values(), masters, strict=True):
+            assert torch.equal(found["master_param"].cpu(), master), options
+
+
 def a_state_follows_to_other_dtypes_and_optimizers(rank, world):
     """Into float32 to the bit; from float32 to the nearest; into torch's own and back. 8 bits are shown in bfloat16."""
     for first, kinds in (
@@ -522,6 +552,7 @@ WORLDS = {
         rows_of_neighbors_are_stepped_together,
         a_parameter_takes_few_bytes_between_steps,
         with_offload_it_comes_to_the_same,
+        with_decoupled_gradients_none_is_rounded_to_bfloat16,
         a_state_follows_to_other_dtypes_and_optimizers,
         state_from_before_sharding_moves_over,
         dtensors_of_others_are_stepped_where_they_are,
@@ -542,10 +573,11 @@ def test_on_shards(world, case):
 def test_copies_pickles_and_the_dtype_of_a_checkpoint_that_is_no_option():
     parameter = nn.Parameter(torch.ones(5))
     parameter.grad = torch.linspace(0, 1, 5)
-    optimizer = AdamW([parameter])
+    optimizer = AdamW([parameter], use_decoupled_grad=True)
     optimizer.step()
     for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         assert other.state_dtype == "bfloat16"
+        assert other.use_decoupled_grad
         (values,) = other.state.values()
         assert values["exp_avg"].dtype is torch.bfloat16
     wide = AdamW([parameter], state_dtype="float32")

@@ -19,7 +19,7 @@ EVERY_PAIR = (
 
 
 def at_random(mean: Tensor, variance: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
-    return encoded_at_random(mean, variance, variance.sqrt(), bits)
+    return encoded_at_random(mean, variance.sqrt(), bits)
 
 
 def random_bits(numel: int) -> Tensor:
@@ -54,8 +54,10 @@ def test_what_lies_between_two_codes_gets_one_of_both_and_is_right_on_the_mean()
         means, variances = (moment.double() for moment in decoded(*codes))
         assert len(codes[1].unique()) <= 2
         assert len(codes[0].unique()) <= 2
-        error = float(variances.std()) / count**0.5
-        assert abs(float(variances.mean() - variance)) <= 5 * error + 1e-6 * float(variance)
+        exact = variance.double().sqrt()
+        power = 0.5 if exact > 2**-32 else 1  # between the least root and nothing the root itself is right
+        roots, wanted = variances.sqrt() ** power, float(exact**power)
+        assert abs(float(roots.mean()) - wanted) <= 5 * float(roots.std()) / count**0.5 + 2e-4 * wanted
         shares = torch.where(variances > 0, means / variances.sqrt(), mean.double() / variance.double().sqrt())
         wanted = float(mean.double() / variance.double().sqrt())
         assert abs(float(shares.mean()) - wanted) <= 5 * float(shares.std()) / count**0.5 + 1e-5 * abs(wanted)
@@ -85,21 +87,25 @@ def test_a_weight_shows_what_is_not_a_number_and_codes_stay_codes():
     assert all(value.isfinite().all() for value in decoded(*(optimizer.state[parameter][name] for name in MOMENTS)))
 
 
-def test_the_second_moment_follows_the_exact_one_on_the_mean():
-    """With beta 0.999 a step changes it by a hundredth of the distance to the next code."""
-    parameter = nn.Parameter(torch.linspace(-1, 1, 20_000))
-    optimizer = AdamW([parameter], state_dtype="8bit")
-    generator, exact = torch.Generator().manual_seed(0), torch.zeros(20_000)
-    means = torch.zeros(20_000)
-    for _ in range(1500):
-        parameter.grad = 0.1 * torch.randn(20_000, generator=generator)
+@pytest.mark.parametrize("beta2", [0.999, 0.95])
+def test_steps_are_as_long_as_with_exact_moments(beta2):
+    """With 0.999 a step changes the second moment by a hundredth of the distance to the next code, so codes walk around it."""
+    count, generator = 20_000, torch.Generator().manual_seed(0)
+    parameter = nn.Parameter(torch.linspace(-1, 1, count))
+    optimizer = AdamW([parameter], betas=(0.9, beta2), state_dtype="8bit")
+    means, variances, lengths, errors = torch.zeros(count), torch.zeros(count), [], []
+    for step in range(1500):
+        parameter.grad = 0.1 * torch.randn(count, generator=generator)
         optimizer.step()
-        exact.mul_(0.999).add_(parameter.grad.square(), alpha=0.001)
         means.mul_(0.9).add_(parameter.grad, alpha=0.1)
-    mean, variance = decoded(*(optimizer.state[parameter][name] for name in MOMENTS))
-    assert abs(variance.mean() / exact.mean() - 1) < 0.01
-    assert (variance / exact - 1).std() < 0.45
-    assert torch.nn.functional.cosine_similarity(mean, means, dim=0) > 0.95
+        variances.mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
+        if step % 50 == 0 and step > 1000:
+            mean, variance = decoded(*(optimizer.state[parameter][name] for name in MOMENTS))
+            exact, found = means / variances.sqrt(), mean / variance.sqrt()
+            lengths.append(float((found * exact).sum() / exact.square().sum()))
+            errors.append(float(((found - exact).square().mean() / exact.square().mean()).sqrt()))
+    assert sum(lengths) / len(lengths) == pytest.approx(1, abs=0.01)
+    assert sum(errors) / len(errors) < 0.25
 
 
 def test_the_first_step_is_that_of_moments_in_float32_to_the_bit():

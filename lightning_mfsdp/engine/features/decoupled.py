@@ -1,4 +1,4 @@
-"""Gradients in a dtype of their own, for optimizers that read `decoupled_grad` (Transformer Engine's FusedAdam).
+"""Gradients in a dtype of their own, for optimizers with `use_decoupled_grad`: `optim.AdamW` and Transformer Engine's FusedAdam.
 
 What the optimizer sees then is the main gradient itself, in `main_grads_dtype`: nothing is rounded to the dtype of the main weight for the
 step, and there is no copy in it. `decoupled_grad` is another name for `.grad`, so clipping, norms and callbacks see the same gradient,
@@ -35,7 +35,7 @@ class _DecoupledRows(nn.Parameter):
 
 
 def reads_decoupled_gradients(optimizer: Any) -> bool:
-    """Whether an optimizer reads only `decoupled_grad`: a FusedAdam with that option, or one derived from it."""
+    """Whether an optimizer asks for them."""
     return bool(getattr(optimizer, "use_decoupled_grad", False))
 
 
@@ -65,7 +65,7 @@ def _change_dtype(group: ParameterGroup, held: Sequence[Entry], dtype: torch.dty
     if others:
         raise ShardingError(
             f"fully_shard_optimizer: {held[0].name} is to have a gradient in {dtype}, which lies together with that of {others[0]} (of "
-            f"{len(others)}), and another optimizer or none holds that: use_decoupled_grad needs one FusedAdam for all of {group.name}. "
+            f"{len(others)}), and another optimizer or none holds that: use_decoupled_grad needs one optimizer for all of {group.name}. "
             "Leave it out, or let main_grads_dtype be the dtype of the main weights"
         )
     if not group.gradients.begin_anew():
