@@ -564,13 +564,16 @@ def forward_sees_what_is_written_to_local_rows_of_any_representation(rank, world
         lambda parameter: parameter.data.to_local(),
         lambda parameter: parameter.detach().to_local(),
     ]
-    for sharding, (number, way) in product(in_turn(2, STRATEGIES), enumerate(ways)):
+    for sharding, (number, way), is_frozen in product(in_turn(2, STRATEGIES), enumerate(ways), (False, True)):
         model = sharded_chain(sharding=sharding, policy=half)
-        fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        if is_frozen:  # no optimizer tells of such parameters
+            model.requires_grad_(False)
+        else:
+            fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         loss_of(model, inputs(0))
         for parameter in model.parameters():
             halve_in_place(way(parameter))
-        assert_forward_sees(model, (sharding, number))
+        assert_forward_sees(model, (sharding, number, is_frozen))
 
 
 def sharpness_of_one_process(one_call: bool, world: int) -> dict[str, Tensor]:

@@ -111,6 +111,7 @@ class Context:
         self._units.append(weakref.ref(unit))
         for number, group in enumerate(unit.groups, number_of_group):
             group.attach(unit, self, number)
+            self.writes.watch(group)
 
     def reduce_held_back(self) -> None:
         """Reduce what `no_sync` holds back, and what a backward left without notice, before gradients are read or cleared.

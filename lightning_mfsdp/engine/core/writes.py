@@ -26,15 +26,15 @@ class Writes:
         self.needs_refresh = True
         self.weights = self.gradients = 0
         self.has_stepped = False
-        # Groups whose rows may be written without notice, and whether an optimizer holds these rows: see `watch`.
+        # All groups, since local rows may be written without notice, and whether an optimizer may replace these: see `watch`.
         self._watched: dict[weakref.ref[ParameterGroup], bool] = {}
 
     def take_over(self, other: Writes) -> None:
-        """Watch what was watched in another root, whose units move into this one."""
+        """What is known of another root, whose units move into this one."""
         self._watched.update(other._watched)
 
-    def watch(self, group: ParameterGroup, *, rows_are_held: bool) -> None:
-        """Local rows of a group may be written without notice, outside of a step: they are checked when a pass or a backward begins.
+    def watch(self, group: ParameterGroup, *, rows_are_held: bool = False) -> None:
+        """Check local rows of a group whenever a pass or a backward begins: a program may write them without notice.
 
         Args:
             group: Of this root.
@@ -44,7 +44,7 @@ class Writes:
         self._watched[reference] = rows_are_held or self._watched.get(reference, False)
 
     def look(self) -> None:
-        """Detect what was written to local rows that are watched, or assigned to their `data`."""
+        """Detect what was written to local rows, or assigned to their `data`."""
         found = False
         for reference, rows_are_held in self._watched.items():
             if (group := reference()) is not None:

@@ -111,7 +111,7 @@ class _ShardedStep:
         self._groups: list[tuple[weakref.ref[ParameterGroup], list[int]]] = []
         self._held = Representations()
         self._places: GradientPlaces | None = None
-        self._is_watched = self._writes_elsewhere = self._may_assign = False
+        self._writes_elsewhere = self._may_assign = False
         self._is_due = False  # a step has begun, and the optimizer's own code has not
         self._running_in: list[Context] = []
         self._own_code: OwnCode | None = None  # of a step without closure, which would hold it
@@ -161,14 +161,13 @@ class _ShardedStep:
             self._held.end(optimizer)  # also where it is refused
         if hides_rows and not self._drivers and _is_elementwise(optimizer):
             self._held.flatten(optimizer)
-        # DTensors record writes to them; local rows do not.
-        self._is_watched, self._writes_elsewhere = local, not writes_in_steps_alone
+        self._writes_elsewhere = not writes_in_steps_alone
         self._may_assign = local and not (hides_rows and _is_elementwise(optimizer))
         for group, entries in entries_by_group.items():
             if (context := group.root()) is not None:
                 context.optimizers.track(entries)
-                if self._is_watched:
-                    context.writes.watch(group, rows_are_held=self._may_assign)
+                if self._may_assign:
+                    context.writes.watch(group, rows_are_held=True)
         self._groups = [
             (weakref.ref(group), [group.entries.index(entry) for entry in entries])
             for group, entries in entries_by_group.items()
@@ -260,7 +259,7 @@ class _ShardedStep:
 
     def _was_written(self) -> bool:
         """Whether rows that are watched were written since the last call, or compute shards refreshed."""
-        if not self._is_watched:
+        if not self.steps_rows:  # DTensors record writes to them; local rows do not
             return False
         groups = [group for reference, _ in self._groups if (group := reference()) is not None]
         # Lists, because every group has to note its own.
