@@ -195,10 +195,7 @@ class ShardedPrecision(FabricPrecision):
     # -- module, inputs and contexts -----------------------------------------------------------------------------------
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """The module, which other strategies than this package's have converted here: for "fp8" they replace layers as well.
-
-        This package's call `cast_module` and `prepare_module`.
-        """
+        """The module as a strategy of Lightning wants it, and Fabric: for "fp8" with replaced layers. Ours do that and more themselves."""
         if self.precision == "fp8":
             self._choose_float8_layers(module)
         return module

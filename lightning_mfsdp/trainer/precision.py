@@ -28,7 +28,7 @@ __all__ = ["DistributedGradScaler", "MFSDPPrecision", "translate_precision"]
 
 
 class MFSDPPrecision(ShardedPrecision, Precision):
-    """Precision of a run under `MFSDPStrategy`.
+    """Precision of a run under `MFSDPStrategy`. Under other strategies the string works as well, but for "transformer-engine".
 
     Args:
         precision: One of "32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true", "transformer-engine", "fp8". See
@@ -53,6 +53,24 @@ class MFSDPPrecision(ShardedPrecision, Precision):
         ValueError: An unknown precision, a policy that contradicts it, a scaler where nothing computes in float16, or options of FP8
             where nothing computes in it.
     """
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """The module for another strategy than `MFSDPStrategy`, which does not call this.
+
+        Raises:
+            ValueError: What the options say would have no effect there.
+        """
+        if self.fp8 is not None or self.policy_is_explicit:
+            without_effect, instead = (
+                ('"transformer-engine"', "Lightning's TransformerEnginePrecision")
+                if self.fp8 is not None
+                else ("policy=MixedPrecisionPolicy(...)", "a precision by its name alone")
+            )
+            raise ValueError(
+                f"{type(self).__name__}({self.precision!r}): {without_effect} is about modules that are sharded by this package, and the "
+                f'Trainer has another strategy. Use strategy="mfsdp", or {instead}'
+            )
+        return super().convert_module(self.cast_module(module))
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]

@@ -16,7 +16,7 @@ from lightning.pytorch.plugins.precision import (
 )
 from torch import Tensor, nn
 
-from lightning_mfsdp import DistributedGradScaler, MFSDPPrecision, MFSDPStrategy
+from lightning_mfsdp import DistributedGradScaler, MFSDPPrecision, MFSDPStrategy, MixedPrecisionPolicy
 from lightning_mfsdp.trainer.precision import translate_precision
 from tests.helpers.distributed import run_distributed
 from tests.lightning.models import Classifier, full_state, loader, make_trainer, seeded, strict_warnings, train_plainly
@@ -70,6 +70,29 @@ def test_a_plain_scaler_is_taken_as_settings_and_another_class_as_it_is() -> Non
     precision = MFSDPPrecision("16-mixed", scaler=own)
     precision.connect_device("cpu")
     assert precision.scaler is own
+
+
+@pytest.mark.filterwarnings("ignore:.*treespec:FutureWarning")  # of Lightning's evaluation under other strategies
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true", "bf16-mixed"])
+def test_under_another_strategy_it_is_the_precision_of_that_name(precision: Any, tmp_path: Any) -> None:
+    found = []
+    for plugin in ({"plugins": [MFSDPPrecision(precision)]}, {"precision": precision}):
+        model = seeded(Classifier)
+        trainer = make_trainer(tmp_path, 1, strategy="auto", **plugin)
+        trainer.fit(model, loader(8), loader(8))
+        found.append({name: value.clone() for name, value in model.state_dict().items()})
+    assert {name: value.dtype for name, value in found[0].items()} == {
+        name: value.dtype for name, value in found[1].items()
+    }
+    for name, value in found[0].items():
+        assert torch.equal(value, found[1][name]), name
+
+
+def test_options_about_sharded_modules_are_refused_under_another_strategy(tmp_path: Any) -> None:
+    plugin = MFSDPPrecision("32-true", policy=MixedPrecisionPolicy(compute_dtype=torch.bfloat16))
+    trainer = make_trainer(tmp_path, 1, strategy="auto", plugins=[plugin])
+    with pytest.raises(ValueError, match=r"policy=MixedPrecisionPolicy.* another strategy. Use strategy=\"mfsdp\""):
+        trainer.fit(seeded(Classifier), loader(8), loader(8))
 
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true", "16-true"])
