@@ -82,6 +82,7 @@ __all__ = [
     "grouped_mm",
     "has_accumulation_hooks",
     "has_global_hooks",
+    "has_hooks",
     "has_inner_tensors",
     "in_function_forward",
     "in_transform",
@@ -637,6 +638,11 @@ def step_pre_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
     Nothing for one that wraps another and has only `param_groups`.
     """
     return list(getattr(optimizer, "_optimizer_step_pre_hooks", {}).values())
+
+
+def has_hooks(optimizer: Optimizer) -> bool:
+    """Whether hooks can be registered with an optimizer: not with one whose constructor does not call `Optimizer.__init__`."""
+    return hasattr(optimizer, "_optimizer_step_pre_hooks") and hasattr(optimizer, "_optimizer_state_dict_pre_hooks")
 
 
 def before_other_hooks(handle: RemovableHandle) -> None:

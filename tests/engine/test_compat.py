@@ -257,6 +257,16 @@ def test_hooks_before_a_step_can_be_looked_at():
     assert compat.step_pre_hooks(optimizer) == [hook]
 
 
+def test_an_optimizer_whose_constructor_leaves_out_that_of_optimizer_has_no_hooks():
+    class Wrapping(torch.optim.Optimizer):
+        def __init__(self, inner):
+            self.param_groups, self.state = inner.param_groups, inner.state
+
+    inner = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    assert compat.has_hooks(inner)
+    assert not compat.has_hooks(Wrapping(inner))
+
+
 def test_names_that_ddp_was_told_to_ignore_are_found():
     module = nn.BatchNorm1d(2)
     assert compat.ddp_ignores(module) == frozenset()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -564,16 +565,56 @@ def forward_sees_what_is_written_to_local_rows_of_any_representation(rank, world
         lambda parameter: parameter.data.to_local(),
         lambda parameter: parameter.detach().to_local(),
     ]
-    for sharding, (number, way), is_frozen in product(in_turn(2, STRATEGIES), enumerate(ways), (False, True)):
+    for sharding, (number, way) in product(in_turn(2, STRATEGIES), enumerate(ways)):
         model = sharded_chain(sharding=sharding, policy=half)
-        if is_frozen:  # no optimizer tells of such parameters
-            model.requires_grad_(False)
-        else:
-            fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         loss_of(model, inputs(0))
         for parameter in model.parameters():
             halve_in_place(way(parameter))
-        assert_forward_sees(model, (sharding, number, is_frozen))
+        assert_forward_sees(model, (sharding, number))
+
+
+def an_optimizer_without_hooks_is_refused_with_the_ways_out(rank, world):
+    """Lookahead as many repositories have it."""
+
+    class Lookahead(torch.optim.Optimizer):
+        def __init__(self, inner):
+            self.optimizer, self.param_groups, self.state, self.defaults = inner, inner.param_groups, inner.state, {}
+
+    model = sharded_chain()
+    with pytest.raises(ShardingError, match=r"Lookahead has none of the hooks.*or pass the optimizer that it wraps"):
+        fully_shard_optimizer(Lookahead(torch.optim.SGD(model.parameters(), lr=0.1)))
+
+
+def rows_that_no_optimizer_steps_are_not_written_in_silence(rank, world):
+    """A rank without rows of a parameter writes none: a gather because of that would wait for it. All of them can say that they wrote."""
+    half = MixedPrecisionPolicy(main_params_dtype=torch.float32, compute_dtype=torch.bfloat16)
+    for sharding in STRATEGIES:
+        model = plain_chain()
+        model.scale = nn.Parameter(torch.full((1,), 2.0), requires_grad=False)  # one rank has it
+        model.wrap = lambda layer, x, model=model: layer(x) * model.scale
+        for layer in model.layers:
+            fully_shard(layer, sharding=sharding, policy=half)
+        fully_shard(model, sharding=sharding, policy=half)
+        optimizer = fully_shard_optimizer(torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0))
+        said, losses = [], []
+        for step in range(3):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                losses.append(loss_of(model, inputs(0)))
+                losses[-1].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            said += [str(one.message) for one in caught if "local rows of scale" in str(one.message)]
+            rows = model.scale.to_local().detach()
+            if rows.numel() and step < 2:
+                rows.mul_(0.5)
+        is_seen = not torch.equal(losses[0], losses[2])
+        assert is_seen == (sharding == "optim_grads_params"), "where a gather casts the main weights"
+        assert len(said) == (2 if rows.numel() and not is_seen else 0), (sharding, said)
+        assert all("until refresh_weights(module) is called on all ranks" in message for message in said)
+        refresh_weights(model)
+        assert_forward_sees(model, sharding)
 
 
 def sharpness_of_one_process(one_call: bool, world: int) -> dict[str, Tensor]:
@@ -665,6 +706,8 @@ TWO = (
     ranks_may_write_different_rows_before_a_backward_that_saved_none_of_them,
     forward_sees_what_somebody_writes_to_rows_that_an_optimizer_of_torch_holds,
     forward_sees_what_is_written_to_local_rows_of_any_representation,
+    an_optimizer_without_hooks_is_refused_with_the_ways_out,
+    rows_that_no_optimizer_steps_are_not_written_in_silence,
     an_optimizer_that_climbs_first_trains_rows_like_one_process,
     a_closure_finds_weights_that_a_step_wrote_before_it,
     what_no_optimizer_wrote_is_not_gathered_again,

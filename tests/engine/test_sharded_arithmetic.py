@@ -352,7 +352,27 @@ def a_norm_is_printed_as_a_number(rank, world):
     assert f"{norm}" == f"{norm.item()}"
 
 
+def transforms_of_sharded_rows_are_refused(rank, world):
+    """Below them each rank would compute with its own rows, and show the result as one of equal shards."""
+    if torch.__version__.startswith("2.11"):  # whose DTensor does not ask its subclasses
+        return
+    model = sharded(1)
+    weight = model.first.weight
+    for transform in (
+        torch.vmap(torch.linalg.vector_norm),
+        torch.vmap(torch.linalg.vector_norm, in_dims=1),
+        torch.func.grad(torch.linalg.vector_norm),
+        torch.func.jacrev(lambda values: (values * values).sum()),
+    ):
+        with pytest.raises(
+            EngineStateError, match=r"parameter weight of unit first.*Pass parameter.detach\(\).full_tensor\(\)"
+        ):
+            transform(weight)
+        assert transform(weight.detach().full_tensor()).isfinite().all()
+
+
 CASES = (
+    transforms_of_sharded_rows_are_refused,
     a_norm_is_printed_as_a_number,
     a_model_takes_over_the_state_of_one_sharded_differently,
     a_nan_on_one_rank_is_the_extreme_on_all,

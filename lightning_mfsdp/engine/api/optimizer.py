@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.optim import Optimizer
 
+from lightning_mfsdp.base import compat
 from lightning_mfsdp.base.errors import ShardingError
 from lightning_mfsdp.engine.core.group import ParameterGroup
 from lightning_mfsdp.engine.core.parameter import Entry
@@ -49,6 +50,11 @@ def fully_shard_optimizer(
             without a scaler.
     """
     name = type(optimizer).__name__
+    if not compat.has_hooks(optimizer):
+        raise ShardingError(
+            f"fully_shard_optimizer: {name} has none of the hooks of torch.optim.Optimizer, by which its steps are followed. Call "
+            "super().__init__(params, defaults) in its constructor, or pass the optimizer that it wraps"
+        )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ShardingError(
             f"fully_shard_optimizer: {name} needs sparse gradients, and what is reduced here is dense; use torch.optim.AdamW, and "

@@ -30,7 +30,7 @@ from lightning_mfsdp.engine.core.schedule import Schedule, expected_steps
 from lightning_mfsdp.engine.core.storage import SlotPool
 from lightning_mfsdp.engine.core.unit import Unit
 from lightning_mfsdp.engine.core.weights import Age, GatherLane
-from lightning_mfsdp.engine.core.writes import Optimizers, Writes
+from lightning_mfsdp.engine.core.writes import Optimizers, RowsOf, Writes
 
 if TYPE_CHECKING:
     from lightning_mfsdp.engine.core.call import GroupedModules
@@ -111,7 +111,7 @@ class Context:
         self._units.append(weakref.ref(unit))
         for number, group in enumerate(unit.groups, number_of_group):
             group.attach(unit, self, number)
-            self.writes.watch(group)
+            self.writes.watch(group, RowsOf.NO_OPTIMIZER)
 
     def reduce_held_back(self) -> None:
         """Reduce what `no_sync` holds back, and what a backward left without notice, before gradients are read or cleared.
@@ -236,6 +236,7 @@ class Context:
             self.optimizers.finish()
             if self.optimizers.hold_all:
                 self.writes.look()
+                self.writes.warn_of_unnoticed()
             else:
                 self.writes.outdate(self.groups)
         return None if following is None else self._units[following]()

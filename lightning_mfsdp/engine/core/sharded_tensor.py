@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from lightning_mfsdp.base import compat
+from lightning_mfsdp.base.containers import tensors_in
 from lightning_mfsdp.base.errors import EngineStateError
 from lightning_mfsdp.engine.comm.mesh import Mesh
 from lightning_mfsdp.engine.core.held_back import HeldBackGradient
@@ -149,7 +150,11 @@ class ShardedTensor(DTensor):
     ) -> Any:
         if func.namespace == "c10d":
             return ShardedTensor.communicate(func, args)
-        return super().__torch_dispatch__(func, types, args, kwargs or {})
+        sharded = next(tensor for tensor in tensors_in((args, kwargs or {})) if isinstance(tensor, ShardedTensor))
+        raise EngineStateError(
+            f"parameter {sharded.described}, or what belongs to it: {func} is to compute with sharded rows inside torch.func.vmap, grad, "
+            "jacrev or the like, where each rank would take its own rows for all. Pass parameter.detach().full_tensor() to those"
+        )
 
     def before_use(self, *, zeroed: bool = False) -> None:
         """Called before its numbers are read or written: add what belongs to it. Collective where part of a gradient is held back.

@@ -36,6 +36,7 @@ objects for the two forms of a codec (registration, memory and age exist once).
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -228,6 +229,18 @@ class Weights:
     def written_rows(self) -> list[int]:
         """Which local rows were written since `take_written`, by index."""
         return [index for index, (row, known) in enumerate(self.known_rows) if row._version != known]
+
+    def warn_of_unnoticed(self) -> None:
+        """Warn of what this rank has written to local rows, if modules go on with what they have: other ranks may not have written."""
+        names = [self._entries[index].name for index in self.written_rows()]
+        self.know_rows()
+        if self.shards or not self.is_sharded or self.present:
+            warnings.warn(
+                f"{self.name}: the local rows of {', '.join(names[:4])} were written, which other ranks cannot see, so modules compute "
+                "with the old values until refresh_weights(module) is called on all ranks. Call it after such writes, or write to the "
+                "parameter itself",
+                stacklevel=2,
+            )
 
     def know_rows(self) -> None:
         """What was written to local rows until now is known."""

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from enum import IntEnum
 
 from lightning_mfsdp.engine.core.group import ParameterGroup
 from lightning_mfsdp.engine.core.parameter import Entry
 from lightning_mfsdp.engine.core.weights import Age
 
-__all__ = ["Optimizers", "OwnCode", "Writes"]
+__all__ = ["Optimizers", "OwnCode", "RowsOf", "Writes"]
+
+
+class RowsOf(IntEnum):
+    """Who steps local rows of a group.
+
+    What an optimizer steps, programs write on all ranks alike. Other rows may be written on those ranks alone that have some: to gather
+    weights because of that would wait for the others.
+    """
+
+    NO_OPTIMIZER = 0
+    OPTIMIZER = 1
+    ASSIGNING_OPTIMIZER = 2  # has them as plain parameters, and may replace their `data`
 
 
 class Writes:
@@ -26,29 +39,29 @@ class Writes:
         self.needs_refresh = True
         self.weights = self.gradients = 0
         self.has_stepped = False
-        # All groups, since local rows may be written without notice, and whether an optimizer may replace these: see `watch`.
-        self._watched: dict[weakref.ref[ParameterGroup], bool] = {}
+        # Which optimizers hold local rows of each group, which may be written without notice: see `watch`.
+        self._watched: dict[weakref.ref[ParameterGroup], RowsOf] = {}
 
     def take_over(self, other: Writes) -> None:
         """What is known of another root, whose units move into this one."""
         self._watched.update(other._watched)
 
-    def watch(self, group: ParameterGroup, *, rows_are_held: bool = False) -> None:
-        """Check local rows of a group whenever a pass or a backward begins: a program may write them without notice.
+    def watch(self, group: ParameterGroup, rows_of: RowsOf) -> None:
+        """Check local rows of a group whenever a pass begins: a program may write them without notice.
 
         Args:
             group: Of this root.
-            rows_are_held: They are plain parameters in the hands of an optimizer that may also replace their `data`.
+            rows_of: Who holds its rows; what is known already stays.
         """
         reference = weakref.ref(group)
-        self._watched[reference] = rows_are_held or self._watched.get(reference, False)
+        self._watched[reference] = max(rows_of, self._watched.get(reference, RowsOf.NO_OPTIMIZER))
 
     def look(self) -> None:
-        """Detect what was written to local rows, or assigned to their `data`."""
+        """Detect what was written to local rows that an optimizer steps, or assigned to their `data`."""
         found = False
-        for reference, rows_are_held in self._watched.items():
-            if (group := reference()) is not None:
-                if rows_are_held and group.weights.take_assigned():
+        for reference, rows_of in self._watched.items():
+            if rows_of is not RowsOf.NO_OPTIMIZER and (group := reference()) is not None:
+                if rows_of is RowsOf.ASSIGNING_OPTIMIZER and group.weights.take_assigned():
                     found = True
                 for row, known in group.weights.known_rows:  # inline, since this is done in every step
                     if row._version != known:
@@ -58,19 +71,32 @@ class Writes:
         if found:
             self.weights += 1
             # All of them, since a rank without rows of one may not have written to it.
-            self.outdate(group for reference in self._watched if (group := reference()) is not None)
+            self.outdate(self._held())
+
+    def warn_of_unnoticed(self) -> None:
+        """Weights are not refreshed in this pass: warn of what was written to other local rows."""
+        for reference, rows_of in self._watched.items():
+            if rows_of is RowsOf.NO_OPTIMIZER and (group := reference()) is not None:
+                for row, known in group.weights.known_rows:
+                    if row._version != known:
+                        group.weights.warn_of_unnoticed()
+                        break
 
     def outdate_graphs(self) -> None:
         """A backward begins: graphs that saved parameters whose rows were written since are out of date.
 
         Compute shards are refreshed from the next pass on. Ranks may differ in what was written, and here they would gather differently.
         """
-        for reference in self._watched:
-            if (group := reference()) is not None:
-                for row, known in group.weights.known_rows:
-                    if row._version != known:
-                        group.weights.versions.outdate(group.weights.written_rows())
-                        break
+        for group in self._held():
+            for row, known in group.weights.known_rows:
+                if row._version != known:
+                    group.weights.versions.outdate(group.weights.written_rows())
+                    break
+
+    def _held(self) -> list[ParameterGroup]:
+        """The groups whose rows an optimizer holds."""
+        held = [reference for reference, rows_of in self._watched.items() if rows_of is not RowsOf.NO_OPTIMIZER]
+        return [group for reference in held if (group := reference()) is not None]
 
     def to_weights(self, groups: Iterable[ParameterGroup]) -> None:
         """Main weights of some groups were written."""

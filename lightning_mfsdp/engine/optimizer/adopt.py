@@ -37,7 +37,7 @@ from lightning_mfsdp.engine.core.conversion import refuse_moved
 from lightning_mfsdp.engine.core.group import ParameterGroup, as_local, as_sharded, owner_of
 from lightning_mfsdp.engine.core.parameter import Entry
 from lightning_mfsdp.engine.core.rows import sharded_axes
-from lightning_mfsdp.engine.core.writes import OwnCode
+from lightning_mfsdp.engine.core.writes import OwnCode, RowsOf
 from lightning_mfsdp.engine.optimizer.driver import OptimizerDriver, OptimizerSupport
 from lightning_mfsdp.engine.optimizer.local_rows import ElementwiseOptimizer, LocalRowsOptimizer
 from lightning_mfsdp.engine.optimizer.norm import GradientPlaces
@@ -166,8 +166,8 @@ class _ShardedStep:
         for group, entries in entries_by_group.items():
             if (context := group.root()) is not None:
                 context.optimizers.track(entries)
-                if self._may_assign:
-                    context.writes.watch(group, rows_are_held=True)
+                if local:
+                    context.writes.watch(group, RowsOf.ASSIGNING_OPTIMIZER if self._may_assign else RowsOf.OPTIMIZER)
         self._groups = [
             (weakref.ref(group), [group.entries.index(entry) for entry in entries])
             for group, entries in entries_by_group.items()
