@@ -9,6 +9,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_mfsdp.engine import is_sharded
 from lightning_mfsdp.options.dtypes import ShardedPrecision
 
 __all__ = ["MFSDPFabricPrecision"]
@@ -36,6 +37,12 @@ class MFSDPFabricPrecision(ShardedPrecision):
     Raises:
         ValueError: As in `MFSDPPrecision`.
     """
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """The module for any strategy of Fabric. Fabric calls this under ours as well, where sharded parts are converted by then."""
+        if not any(is_sharded(part) for part in module.modules()):
+            module = self.cast_module(module)
+        return super().convert_module(module)
 
     def convert_output(self, data: Any) -> Any:
         """Floating-point tensors in the default dtype, unless everything is float32 or the policy decides."""

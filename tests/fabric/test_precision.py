@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import FSDPPrecision
 from torch import Tensor, nn
 
@@ -146,3 +147,20 @@ def test_plugins_of_the_trainer_are_translated_and_others_refused() -> None:
         MFSDPFabricStrategy(policy=MixedPrecisionPolicy(), precision=MFSDPFabricPrecision("32-true", policy=policy))
     with pytest.raises(ValueError, match=r"MFSDPFabricPrecision\(precision='fp4'\): expected one of '32-true'"):
         MFSDPFabricPrecision("fp4")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true", "bf16-mixed"])
+def test_under_another_strategy_it_is_the_precision_of_that_name(precision: Any) -> None:
+    found = []
+    for settings in ({"plugins": [MFSDPFabricPrecision(precision)]}, {"precision": precision}):
+        fabric = Fabric(accelerator="cpu", devices=1, **settings)
+        torch.manual_seed(0)
+        plain = nn.Linear(4, 3)
+        model, optimizer = fabric.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+        output = model(torch.linspace(-1, 1, 8).view(2, 4))
+        fabric.backward(output.square().mean())
+        optimizer.step()
+        found.append((output.detach(), model.weight.detach().clone()))
+    for own, theirs in zip(*found, strict=True):
+        assert own.dtype is theirs.dtype
+        assert torch.equal(own, theirs)
