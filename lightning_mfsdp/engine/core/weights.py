@@ -482,7 +482,7 @@ class Weights:
         self.reshard()
         raise EngineStateError(
             f"{self.name}: the unsharded parameter {self._entries[index].name} was written while its unit was resharded, so the write has "
-            "no effect. The program kept it from a forward; write to module.parameter outside of forwards, where it is the main weight"
+            "no effect. The program kept it from before it was sharded, or from a forward; write to module.parameter outside of forwards"
         )
 
     def _stand_ins(self, device: torch.device) -> list[Tensor]:
