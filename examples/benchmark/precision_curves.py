@@ -128,7 +128,7 @@ def plot(runs: list[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(8, 6), layout="constrained")
     FigureCanvasAgg(figure)
     above, below = figure.subplots(2, 1, sharex=True)
-    kinds = [START.sub("", run["name"].removesuffix(NUDGED)) + NUDGED * run["name"].endswith(NUDGED) for run in runs]
+    kinds = [kind_of(run["name"]) + NUDGED * run["name"].endswith(NUDGED) for run in runs]
     smooth = [torch.tensor(run["training"]).unfold(0, window, 1).mean(-1) for run in runs]
     first = torch.stack([curve for curve, kind in zip(smooth, kinds, strict=True) if kind == kinds[0]]).mean(0)
     colors = {kind: f"C{number}" for number, kind in enumerate(dict.fromkeys(kinds))}

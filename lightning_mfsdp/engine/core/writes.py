@@ -71,7 +71,11 @@ class Writes:
         if found:
             self.weights += 1
             # All of them, since a rank without rows of one may not have written to it.
-            self.outdate(self._held())
+            self.outdate(
+                group
+                for reference, rows_of in self._watched.items()
+                if rows_of is not RowsOf.NO_OPTIMIZER and (group := reference()) is not None
+            )
 
     def warn_of_unnoticed(self) -> None:
         """Weights are not refreshed in this pass: warn of what was written to other local rows."""
@@ -87,16 +91,12 @@ class Writes:
 
         Compute shards are refreshed from the next pass on. Ranks may differ in what was written, and here they would gather differently.
         """
-        for group in self._held():
-            for row, known in group.weights.known_rows:
-                if row._version != known:
-                    group.weights.versions.outdate(group.weights.written_rows())
-                    break
-
-    def _held(self) -> list[ParameterGroup]:
-        """The groups whose rows an optimizer holds."""
-        held = [reference for reference, rows_of in self._watched.items() if rows_of is not RowsOf.NO_OPTIMIZER]
-        return [group for reference in held if (group := reference()) is not None]
+        for reference, rows_of in self._watched.items():
+            if rows_of is not RowsOf.NO_OPTIMIZER and (group := reference()) is not None:
+                for row, known in group.weights.known_rows:
+                    if row._version != known:
+                        group.weights.versions.outdate(group.weights.written_rows())
+                        break
 
     def to_weights(self, groups: Iterable[ParameterGroup]) -> None:
         """Main weights of some groups were written."""
