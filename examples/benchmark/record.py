@@ -94,6 +94,13 @@ ROWS = {
         options=(*_AT_8K, "--compile", "--float8", "own"),
         size="8b",
     ),
+    "fp8-own-lean": Row(
+        title="Llama 3 8B, rows of 8,192 tokens, 16 microbatches of 1 row, FP8 of lightning_mfsdp.float8, moments in 8 bits; lean as above",
+        published="Megatron-FSDP, 8 DGX-H100: 14,451 tokens/s, 744 TFLOP/s (Megatron-Bridge, performance-summary-archive.md, 25.11)",
+        contenders=("trainer:mfsdp-lean", "trainer:mfsdp-tuned"),
+        options=(*_AT_8K, "--compile", "--float8", "own", "--state-dtype", "8bit"),
+        size="8b",
+    ),
     "fp8": Row(
         title="Llama 3 8B, rows of 8,192 tokens, 16 microbatches of 1 row, FP8 of Transformer Engine",
         published="Megatron-FSDP, 8 DGX-H100: 14,451 tokens/s, 744 TFLOP/s (Megatron-Bridge, performance-summary-archive.md, 25.11)",

@@ -25,7 +25,7 @@ LIGHTNING = ("lightning", "lightning_utilities", "torch", "torchmetrics")
 # What each room may import besides the standard library. Rooms not listed are upper ones and may import everything, but for what is inside
 # the engine (`DOORS`).
 ALLOWED = {
-    "base": {"torch", "tqdm", "lightning_mfsdp.base"},
+    "base": {"torch", "tqdm", "triton", "lightning_mfsdp.base"},
     "engine": {"torch", "lightning_mfsdp.base", "lightning_mfsdp.engine"},
     "ops": {"torch", "triton", "lightning_mfsdp.ops", "lightning_mfsdp.base.alignment", "lightning_mfsdp.base.kernels"},
     # It finds the library by name, in one file (tests/te/test_library.py).

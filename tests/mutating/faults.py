@@ -32,7 +32,7 @@ _TWICE = {
     *("_over_ranks_in_place", "_broadcast", "_gather_whole_weights"),
     *("share_from_first", "append", "extend", "pop", "popleft", "appendleft", "submit", "replay", "backward"),
     *("mul_", "add_", "addmm_", "lerp_", "_scale", "foreach_add_", "foreach_mul_", "foreach_lerp_", "accumulate"),
-    *("accumulate_segments", "set_aside", "_add_product", "_collect"),
+    *("accumulate_", "set_aside", "_add_product", "_collect"),
     *("release_bucket", "note_run", "note_backward", "note_forward", "run_hooks", "run_gradient_hooks", "hook"),
     *("register", "register_hook", "register_prehook", "register_forward_pre_hook", "register_forward_hook"),
     *("enter", "leave", "begin", "finish", "step", "_step", "own_step", "stepped", "optimizer_stepped", "quantize"),
@@ -46,7 +46,7 @@ _EXCHANGED = {
     *("copy_", "foreach_copy_", "foreach_add_", "foreach_lerp_", "gather", "reduce_scatter", "all_gather_flat"),
     *("all_to_all_single", "reduce_scatter_flat", "reduce_scatter_coalesced", "all_gather_coalesced"),
     *("sum_scatter_high_precision", "lerp_", "mm", "addmm_", "add", "acquire", "release", "_gather_shards"),
-    *("submit", "copy_or_add", "accumulate_segments", "_product_into"),
+    *("submit", "copy_or_add", "accumulate_", "_product_into"),
 }
 _FACTORS = ("factor", "_factor", "scale", "_scale", "divisor", "reduction_factor", "decay", "weight_decay")
 _DTYPES = {

@@ -47,6 +47,7 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from lightning_mfsdp.base import compat
+from lightning_mfsdp.base.accumulate import accumulate_
 from lightning_mfsdp.engine.comm.collectives import Axis
 from lightning_mfsdp.engine.core.buffer import FlatBuffer, transient
 from lightning_mfsdp.engine.core.held_back import HeldBackGradient
@@ -211,7 +212,7 @@ class MainGradient:
 
     def add(self, aside: list[Tensor]) -> None:
         """Add what `set_aside` returned to what was written since."""
-        compat.foreach_add_(self.buffer.segments, aside)
+        accumulate_(self.buffer.segments, aside)
         self.show(())
         self.convert()
 
@@ -522,7 +523,7 @@ class Gradients:
         if fresh[0]:
             compat.foreach_copy_(*fresh)
         if added[0]:
-            compat.foreach_add_(*added)
+            accumulate_(*added)
         main.show(shown)
         if target is not None and target is not main.buffer:
             self.release_bucket()
@@ -698,7 +699,7 @@ class Gradients:
             return None
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
-            accumulate_segments(waiting, result)
+            accumulate_(waiting.segments, result.segments)
             result = waiting
         wanted = self._dtype if outer_later else self._comm_dtype
         if result.dtype != wanted:
@@ -727,7 +728,7 @@ class Gradients:
         main, held = self.main, self.held
         if result is not main.buffer:
             if adds:
-                accumulate_segments(main.buffer, result)
+                accumulate_(main.buffer.segments, result.segments)
             else:
                 compat.foreach_copy_(main.buffer.segments, result.segments)
         if self.unused:
@@ -835,7 +836,7 @@ def copy_or_add(
     if overwrite and written:
         late = {index: grad for index in sorted(written) if (grad := grads[index]) is not None}
         if late:
-            compat.foreach_add_([views[index] for index in late], list(late.values()))
+            accumulate_([views[index] for index in late], list(late.values()))
         views = [view for index, view in enumerate(views) if index not in written]
         grads = [grad for index, grad in enumerate(grads) if index not in written]
     sources = [grad for grad in grads if grad is not None]
@@ -845,7 +846,7 @@ def copy_or_add(
         targets = [view for view, grad in zip(views, grads, strict=True) if grad is not None]
     if not overwrite:
         if sources:
-            compat.foreach_add_(targets, sources)
+            accumulate_(targets, sources)
         return
     gaps = target.gaps
     if gaps and sources and not missing:
@@ -859,12 +860,6 @@ def copy_or_add(
         compat.foreach_zero_(undefined)
     if sources:
         compat.foreach_copy_(targets, sources)
-
-
-def accumulate_segments(target: FlatBuffer, addend: FlatBuffer) -> None:
-    """Add a buffer of the same extent, keeping the target's dtype."""
-    for total, piece in zip(target.segments, addend.segments, strict=True):
-        total.add_(piece)
 
 
 def reduce_over(
